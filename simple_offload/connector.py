@@ -58,7 +58,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     any role both stores and loads, as with vLLM's built-in connector.
     """
 
-    _cache_hit_source = vllm_compat.host_hit_source()
+    _cache_hit_source = vllm_compat.hit_source("host")
 
     def __init__(
         self,
@@ -158,6 +158,14 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self.scheduler is not None:
             self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[Any, int]:
+        """vLLM 0.32 and newer, for its own metrics: without sources of no token."""
+        assert self.scheduler is not None  # or it would have had no hit
+        sources = self.scheduler.hit_sources(request, num_external_tokens)
+        return {vllm_compat.hit_source(name): n for name, n in sources.items() if n}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self.scheduler is None:

@@ -15,6 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
 )
 
+from simple_offload.miss_reason import MissReason
+from simple_offload.sizing.forecast import FACTORS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -90,12 +93,30 @@ FAILED = _series(
 LOOKUPS = _series(
     "lookups_total",
     "counter",
-    "Requests that received device blocks. Hit: the host tier had more of their prefix than the "
-    "device. A preempted request counts again.",
+    "Requests that asked the caches and received device blocks, each once. Hit: the host tier "
+    "loaded more of their prompt than the device had.",
     {"result": ("hit", "miss")},
 )
-HIT_TOKENS = _series(
-    "hit_tokens_total", "counter", "Tokens whose load from the host tier was started."
+PROMPT_TOKENS = _series(
+    "prompt_tokens_total",
+    "counter",
+    "Prompt tokens of requests that received device blocks, each request once, by where they came "
+    "from. Those of a failed load are computed.",
+    {"source": ("device", "host", "second_tier", "compute")},
+)
+MISSED_TOKENS = _series(
+    "missed_tokens_total",
+    "counter",
+    "Prompt tokens that were computed, by the reason why no cache had them "
+    "(simple_offload/miss_reason.py).",
+    {"reason": tuple(reason.label for reason in MissReason)},
+)
+UNSEEN_FROM = _series(
+    "unseen_from_tokens",
+    "histogram",
+    "By prompt whose first missing token was never seen: number of tokens before it.",
+    {},
+    (0, *(4.0**power for power in range(2, 11))),
 )
 LOADS = _series(
     "loads_total",
@@ -133,6 +154,21 @@ EVICTED = _series(
     "Host blocks whose contents were removed. Copy: the device had them too.",
     {"reason": ("copy", "lru", "load_failed", "reset")},
 )
+
+
+def times(factor: float) -> str:
+    """A label of ``PREDICTED``."""
+    return f"{factor:g}x"
+
+
+PREDICTED = _series(
+    "predicted_hit_ratio",
+    "gauge",
+    "Share of the last hour's prompt tokens that would have been found with so many times the host "
+    "memory, and this device.",
+    {"host_memory": tuple(map(times, FACTORS))},
+)
+HOST_BYTES = _series("host_memory_bytes", "gauge", "Host memory of all ranks together.")
 CAPACITY = _series("capacity_blocks", "gauge", "Host blocks opened so far, full or empty.")
 USED = _series("used_blocks", "gauge", "Host blocks with contents.")
 PINNED = _series(
@@ -225,7 +261,8 @@ class OffloadStats(KVConnectorStats):
         line: dict[str, Any] = {}
         if hits := self._sum(LOOKUPS, "hit"):
             line["Host hits"] = f"{hits:.0f} of {self._sum(LOOKUPS):.0f} lookups"
-            line["Hit tokens"] = round(self._sum(HIT_TOKENS))
+            loaded = (self._sum(PROMPT_TOKENS, source) for source in ("host", "second_tier"))
+            line["Hit tokens"] = round(sum(loaded))
         for name, verb, direction in ((LOADED, "Loaded", "load"), (STORED, "Stored", "store")):
             num_bytes = self._sum(BYTES, direction)
             if num_bytes or self._sum(name):
@@ -288,6 +325,10 @@ class Meter:
         if value:
             series = (name, *labels)
             self._counts[series] = self._counts.get(series, 0) + value
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        self._stats.set(name, value, *labels)
 
     def sample(self, name: str, value: float, *labels: str) -> None:
         """Add ``value`` to a histogram."""

@@ -1,7 +1,8 @@
 """Everything that depends on which vLLM this is."""
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import vllm
 from vllm import envs
@@ -10,7 +11,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_c
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
 OLDEST, NEWEST = (0, 30), (0, 33)
@@ -64,13 +65,14 @@ def claim_builtin_name(connector_class: type) -> None:
     SimpleCPUOffloadConnector.register(connector_class)
 
 
-def host_hit_source() -> Any:
-    """The name of hits in host memory in vLLM's own metrics. Before 0.32 they have none: None."""
+def hit_source(source: str) -> Any:
+    """The name of a "host" or "second_tier" hit in vLLM's own metrics. Before 0.32 hits have none:
+    None."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    return CacheHitSource.HOST
+    return {"host": CacheHitSource.HOST, "second_tier": CacheHitSource.DISK}[source]
 
 
 def event_extra_keys(extra_keys: list[Any]) -> list[Any] | None:
@@ -177,6 +179,20 @@ def make_host_coordinator(
         allow_partial_hash_hits=True,
     )
     return get_kv_cache_coordinator(**keywords)
+
+
+def plan_kv_cache(
+    vllm_config: "VllmConfig", specs: "dict[str, KVCacheSpec]", num_bytes: int
+) -> "KVCacheConfig":
+    """vLLM's plan of one worker's KV cache of ``num_bytes``. 0.33 has it in a module of its own,
+    which is given the groups."""
+    if vllm_version() < (0, 33):
+        (planned,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [specs], [num_bytes])
+        return planned
+    planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    groups = planning.get_global_kv_cache_groups(vllm_config, [specs])
+    (later,) = planning.get_kv_cache_configs(vllm_config, [specs], [num_bytes], groups)
+    return cast("KVCacheConfig", later)
 
 
 def num_blocks_to_allocate(

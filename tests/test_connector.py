@@ -36,7 +36,6 @@ from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler import supported
 from simple_offload.shared_memory import SharedMemory
 from simple_offload.transfer import Transfer
-from simple_offload.vllm_compat import vllm_version
 from tests.conftest import MakeVllmConfig, within_patience
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, mixed_group
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
@@ -295,12 +294,6 @@ def test_the_ranks_share_the_bytes(connect: Connect, memory: KVMemory) -> None:
     on_worker = connect(WORKER, extra_config, num_ranks=4)
     on_worker.register_kv_caches(memory.kv_caches)
     assert on_worker.get_aligned_num_cpu_blocks() == 5
-
-
-@pytest.mark.skipif(vllm_version() < (0, 32), reason="this vLLM's metrics know no sources of hits")
-def test_hits_are_counted_as_host_hits(connect: Connect) -> None:
-    sources = connect(SCHEDULER).get_external_cache_hit_sources(cast(Any, None), 32)
-    assert {source.value: count for source, count in sources.items()} == {"host": 32}
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)

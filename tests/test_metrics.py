@@ -43,7 +43,7 @@ def scheduler_stats() -> OffloadStats:
     stats = OffloadStats()
     for result in ("hit", "miss", "miss"):
         stats.add(metrics.LOOKUPS, 1, result)
-    stats.add(metrics.HIT_TOKENS, 96)
+    stats.add(metrics.PROMPT_TOKENS, 96, "host")
     stats.add(metrics.LOADED, 3)
     stats.add(metrics.DROPPED, 5, "tier_full")
     stats.set(metrics.CAPACITY, 100)
@@ -200,5 +200,5 @@ def test_beside_another_the_builtin_class_reads_the_payload(
     assert type(rebuilt.data[NAME]) is type(builtin)
     config = multi_config(make_vllm_config)
     line = log_line(config, payload, {NAME: scheduler_stats().to_dict()})
-    assert f"'{metrics.HIT_TOKENS}': 192" in line
+    assert f"\"{metrics.PROMPT_TOKENS}:('host',)\": 192" in line
     assert f"'{metrics.USED}': 40" in line

@@ -49,6 +49,7 @@ def insides(source: str) -> set[str]:
         ("second_tier", ("torch", "simple_offload.worker", "simple_offload.backends")),
         ("worker", ("simple_offload.scheduler", "simple_offload.second_tier")),
         ("backends", ROOMS),
+        ("sizing", ("simple_offload.cli", *ROOMS)),
         ("metadata.py", ROOMS),
         ("transfer.py", ("vllm", "simple_offload")),
         ("shared_memory.py", ROOMS),

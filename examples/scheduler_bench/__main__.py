@@ -115,6 +115,8 @@ def _report(results: "Results", output: Path) -> None:
         console.print(report.found_table(plays))
     if plays := [*results.hits, *plays]:
         console.print(report.wait_table(plays))
+    if results.sizes:
+        console.print(report.sizes_table(results.sizes))
     lines = [f"Numbers: {output / NUMBERS}"]
     lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
@@ -178,11 +180,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.parts is None:
         arguments.parts = [part.value for part in Part]
+        arguments.parts.remove(Part.SIZES.value)
         if arguments.traces is None:
             arguments.parts.remove(Part.TRACES.value)
     arguments.parts = [Part(name) for name in arguments.parts]
-    if Part.TRACES in arguments.parts and arguments.traces is None:
-        parser.error("argument --parts: traces needs --traces FILE")
+    for part in {Part.TRACES, Part.SIZES} & set(arguments.parts):
+        if arguments.traces is None:
+            parser.error(f"argument --parts: {part.value} needs --traces FILE")
     arguments.plan = _plan(arguments)
     return arguments
 

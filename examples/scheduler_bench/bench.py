@@ -14,7 +14,8 @@ from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.footprint import run_footprints
 from examples.scheduler_bench.plan import Order, Part
 from examples.scheduler_bench.replay import replay
-from examples.scheduler_bench.results import Outcome, Play, Results
+from examples.scheduler_bench.results import Outcome, Play, Results, Sizes
+from examples.scheduler_bench.sizes import PREDICTED, replay_sizes
 from examples.scheduler_bench.turns import run_turns
 
 
@@ -42,6 +43,8 @@ def run(
         begin(f"a tier of {results.plan.footprint.tier_blocks} blocks")
         run_footprints(race, results)
     _run_plays(race, parts, results, begin)
+    if Part.SIZES in parts:
+        _run_sizes(race, results, begin)
     begin("done")
 
 
@@ -89,6 +92,18 @@ def _run_plays(
             name = f"{trace.name}, {memory[0]:g}M / {memory[1]:g}M tokens"
             once = partial(replay, trace=trace, plan=plan.traces, memory=memory)
             play(results.traces, name, once, _is_replayed)
+
+
+def _run_sizes(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
+    plan = results.plan
+    for trace, memory in product(map(read_trace, plan.traces.files), plan.traces.memories):
+        sizes = Sizes(f"{trace.name}, {memory[0]:g}M / {memory[1]:g}M tokens")
+        results.sizes.append(sizes)
+        for seed in range(plan.seed, plan.seed + plan.seeds):
+            step = f"sizes, {sizes.name}, seed {seed}"
+            begin(step)
+            once = partial(replay_sizes, trace=trace, plan=plan.traces, memory=memory, seed=seed)
+            sizes.runs += race.run(step, once, lambda each: each.name == PREDICTED).values()
 
 
 def _takes_turns(contender: Contender, one_offs: bool) -> bool:

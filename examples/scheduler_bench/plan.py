@@ -23,6 +23,8 @@ class Part(Enum):
     """What users of a chat wait for, while the tiers are full."""
     TRACES = "traces"
     """The same of recorded requests, and what they find."""
+    SIZES = "sizes"
+    """What they find with other sizes of host memory: predicted, and replayed."""
 
 
 class Order(Enum):

@@ -6,22 +6,30 @@ on the speed of the engine and of the bus, which the plan states.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import count
 
-from examples.bench.traces import Trace, Turn
+from examples.bench.traces import sessions_in_order
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, TracePlan
 from examples.scheduler_bench.results import Outcome
 from examples.scheduler_bench.watch import Watch
+from simple_offload.sizing.traces import Request as Turn
+from simple_offload.sizing.traces import Trace
 
 
 def replay(
-    contender: Contender, trace: Trace, plan: TracePlan, memory: tuple[float, float], seed: int
+    contender: Contender,
+    trace: Trace,
+    plan: TracePlan,
+    memory: tuple[float, float],
+    seed: int,
+    on_start: Callable[[Engine], None] = lambda _: None,
 ) -> Outcome:
-    """Play ``trace`` with ``memory`` (device and host, in millions of the trace's tokens)."""
+    """Play ``trace`` with ``memory`` (device and host, in millions of the trace's tokens).
+    ``on_start`` gets the engine before its first request."""
     block_tokens = BLOCK_SIZE * plan.scale
     device_blocks, host_blocks = (int(each * 1e6 / block_tokens) for each in memory)
     shape = Shape(
@@ -34,7 +42,9 @@ def replay(
         tokens_per_second=plan.tokens_per_second / plan.scale,
     )
     with closing(Engine(contender, shape)) as engine:
-        return _Player(engine, trace, plan, seed).play()
+        player = _Player(engine, trace, plan, seed)
+        on_start(engine)
+        return player.play()
 
 
 class _Player:
@@ -49,7 +59,7 @@ class _Player:
         self._due: list[tuple[float, int, Sequence[Turn]]] = []
         """Requests that are to come, each with the rest of its session."""
         self._watch = Watch(engine)
-        sessions = trace.shuffled(seed) if trace.has_sessions else trace.sessions
+        sessions = sessions_in_order(trace, seed)
         self._waiting = [session for session in sessions if self._fits(session)][::-1]
         if trace.has_sessions:
             for agent in range(plan.agents):

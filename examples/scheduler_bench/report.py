@@ -1,6 +1,7 @@
 """The results as tables."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich.table import Table
 
@@ -10,15 +11,19 @@ from examples.scheduler_bench.results import (
     Kind,
     Play,
     Results,
+    Sizes,
     figures,
     largest_rows,
     of_rival,
     rival_of,
 )
+from examples.scheduler_bench.sizes import REPLAYED
 from examples.scheduler_bench.stopwatch import Hook
 
 WIDTH = 200
 """Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
+
+_SIZES = ("lru", "predicted", "replayed")
 
 HOOKS = tuple(hook for hook in Hook if hook is not Hook.OTHER)
 
@@ -162,6 +167,34 @@ def wait_table(plays: Sequence[Play]) -> Table:
                         *(f"{found[key]:,.0f}" for key in ("passed_most", "passed_sum")),
                         f"{outcome.seconds:,.1f}",
                     )
+        table.add_section()
+    return table
+
+
+def sizes_table(sizes: Sequence[Sizes]) -> Table:
+    """A line for each size of host memory, in percent of the prompts' tokens."""
+    table = make_table(
+        *("host memory", "LRU of\nD + H", "predicted", "replayed", "error", "worst"),
+        *("agents\nwait", "error", "worst"),
+        caption="Prompt tokens found, in percent, mean of the seeds. All sizes are predicted from\n"
+        "the replay with the memory that is named. Replayed: the requests come at the same times.\n"
+        "Agents wait: they come when their agent has its answer, so memory changes their order.",
+    )
+    for each in sizes:
+        table.add_row(each.name, style="bold")
+        for factor in REPLAYED:
+            runs = [run[factor] for run in each.runs]
+            if not runs:
+                continue
+            errors = [run.predicted - run.replayed for run in runs]
+            in_loop = [run.predicted - run.in_loop for run in runs]
+            table.add_row(
+                f"{factor:g} x",
+                *(f"{100 * fmean(getattr(run, name) for run in runs):.1f}" for name in _SIZES),
+                *(f"{100 * error:+.1f}" for error in (fmean(errors), max(errors, key=abs))),
+                f"{100 * fmean(run.in_loop for run in runs):.1f}",
+                *(f"{100 * error:+.1f}" for error in (fmean(in_loop), max(in_loop, key=abs))),
+            )
         table.add_section()
     return table
 

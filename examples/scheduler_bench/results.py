@@ -189,6 +189,28 @@ class Play:
         return {"name": self.name, "contenders": outcomes}
 
 
+@dataclass(frozen=True)
+class Size:
+    """Shares of the prompts' tokens that are found with one size of host memory."""
+
+    lru: float
+    """By an LRU cache of device and host together."""
+    predicted: float
+    replayed: float
+    """The requests came at the same times."""
+    in_loop: float
+    """Agents waited for their answers. The same as ``replayed`` where there are no agents."""
+
+
+@dataclass
+class Sizes:
+    """One trace, and the memory of the replay that the others are predicted from."""
+
+    name: str
+    runs: list[dict[float, Size]] = field(default_factory=list)
+    """By seed and factor."""
+
+
 @dataclass
 class Results:
     """The measurements of a run so far."""
@@ -201,6 +223,7 @@ class Results:
     hits: list[Play] = field(default_factory=list)
     chats: list[Play] = field(default_factory=list)
     traces: list[Play] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that refuse their settings, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.bench.command import CannotStart
-from examples.bench.traces import Trace, Turn, read_trace
+from examples.bench.traces import read_trace, sessions_in_order
 from examples.serve_bench.plan import Plan
+from simple_offload.sizing.traces import Request as Turn
+from simple_offload.sizing.traces import Trace
 
 ANSWER_TOKEN_SECONDS = 0.02
 """Supposed time of an answer's token. It only decides which agent sends how many requests."""
@@ -56,7 +58,7 @@ def requests_by_agent(plan: Plan, num_agents: int) -> list[list[Request]]:
             f"scale: {plan.scale} does not divide the {trace.block_tokens} tokens of an id in "
             f"{plan.traces}"
         )
-    sessions = iter(trace.shuffled(plan.seed) if trace.has_sessions else trace.sessions)
+    sessions = iter(sessions_in_order(trace, plan.seed))
     turns = [_turns(sessions, trace, plan) for _ in range(num_agents)]
     found: list[list[Request]] = [[] for _ in turns]
     # Agents take turns by supposed times, so that all end at about the same time.

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from simple_offload.config import nearest
 
@@ -18,11 +18,18 @@ class Parser(argparse.ArgumentParser):
         kwargs["allow_abbrev"] = False
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse unknown arguments here: the parser above a command does not know its options."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, message: str) -> NoReturn:
         """Exit with 2."""
         known: Iterable[str] = ()
         if match := _INVALID_CHOICE.search(message):
-            known = re.findall(r"'([^']*)'", match["choices"])
+            known = re.findall(r"[^', ]+", match["choices"])
         elif match := _UNRECOGNIZED.search(message):
             known = [name for action in self._actions for name in action.option_strings]
         super().error(message + (nearest(match["value"], known) if match else ""))

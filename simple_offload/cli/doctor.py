@@ -8,12 +8,13 @@ import platform
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from simple_offload import __version__
+from simple_offload.cli.arguments import Parser
 from simple_offload.cli.checks import Check, Status, error, ok, warning
+from simple_offload.cli.console import make_console
 from simple_offload.cli.machine import (
     check_huge_pages,
     check_lock_limit,
@@ -38,7 +39,30 @@ _VARIABLES = (
     "ASCEND_RT_VISIBLE_DEVICES",
 )
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "bold red"}
-_PIPE_WIDTH = 160
+
+
+def add_arguments(parser: Parser) -> None:
+    """Those of ``simple-offload doctor``, and its help."""
+    parser.description = (
+        "doctor checks that the connector works on this machine, and how it would copy: vLLM, "
+        "torch, the device, memory and, if given, a configuration. It starts no engine; on a GPU "
+        "it measures copies as a server does."
+    )
+    parser.epilog = (
+        "exit codes: 0 the connector works here, maybe with warnings; 1 it would not; 2 wrong usage"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="JSON",
+        help="kv_connector_extra_config, or the whole --kv-transfer-config, or a file with either",
+    )
+    for option, text in (
+        ("--ranks", "tensor parallel x pipeline parallel ranks of the server (default: 1)"),
+        ("--nodes", "machines that share those ranks (default: 1)"),
+        ("--data-parallel", "engines on this machine, each with those ranks (default: 1)"),
+    ):
+        parser.add_argument(option, type=_count, default=1, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,6 +104,13 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
         *([check_second_tier(config.second_tier)] if config and config.second_tier else []),
         *(ok(name, os.environ[name]) for name in _VARIABLES if name in os.environ),
     ]
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _check_torch(found: Found) -> list[Check]:
@@ -146,9 +177,7 @@ def _check_backend(found: Found) -> list[Check]:
 
 
 def _show(checks: list[Check], num_errors: int) -> None:
-    console = Console()
-    if not console.file.isatty():  # whatever FORCE_COLOR asks for
-        console = Console(width=_PIPE_WIDTH, force_terminal=False, no_color=True)
+    console = make_console()
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)

@@ -3,9 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.store_policy import StorePolicy
+from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.second_tier.interface import SecondTierHooks
 
@@ -45,6 +47,7 @@ class Gate:
         groups: Groups,
         parked: Parked,
         policy: StorePolicy,
+        records: PromptRecords,
         block_size: int,
         chunk_sizes: Collection[int],
         max_running: int,
@@ -55,14 +58,15 @@ class Gate:
         self._groups = groups
         self._parked = parked
         self._policy = policy
+        self._records = records
         self._chunk_sizes = chunk_sizes
         self._block_size = block_size
         self._max_running = max_running
         self.is_closed = False
         """Whether the host tier is switched off: nothing is loaded."""
-        self._offered: str | None = None
-        """The request that was last offered a load in the step being scheduled, if vLLM has not
-        given it blocks."""
+        self._offered: tuple[str, int] | None = None
+        """The request that was last offered a load in the step being scheduled, and where its hit
+        ends, in tokens; if vLLM has not given it blocks."""
         self._given_back: set[str] = set()
         """Requests that have given their blocks back, and have not asked since."""
         self._num_sharing = 0
@@ -83,7 +87,7 @@ class Gate:
             self._given_back.remove(request_id)
             return None
         num_tokens = 0
-        if not self.is_closed and self._may_load(request, num_computed_tokens):
+        if self.asks_caches(request) and self._may_load(num_computed_tokens):
             second_tier.on_lookup()
             num_tokens = self._loads.lookup(request, num_computed_tokens)
             if second_tier.must_wait(request, num_computed_tokens, num_tokens):
@@ -93,6 +97,8 @@ class Gate:
             return None
         if not (num_tokens and self._parked.has_room(request)):
             # Without a load vLLM stops at this request too, or has the room to compute it.
+            if num_tokens:
+                self._records.on_refused(request_id, num_computed_tokens + num_tokens)
             self._loads.unpin_hit(request_id)
             num_tokens = 0
         num_blocks = self._loads.num_blocks(request_id)
@@ -100,7 +106,7 @@ class Gate:
             request, num_blocks, num_computed_tokens + num_tokens
         )
         if num_tokens and not withholds:
-            self._offered = request_id
+            self._offered = request_id, num_computed_tokens + num_tokens
         return num_tokens
 
     def on_allocated(self, request_id: str) -> None:
@@ -119,6 +125,7 @@ class Gate:
         for request_id in self._parked.give_back():
             self._given_back.add(request_id)
             self._loads.offer_no_more(request_id)
+            self._records.on_lost(request_id, MissReason.NO_ROOM)
 
     def on_standstill(self) -> None:
         """vLLM has scheduled nothing for some steps, although nothing is under way. A load needs
@@ -126,18 +133,23 @@ class Gate:
         offered again."""
         self.give_back()
         if self._offered is not None:
-            self._loads.offer_no_more(self._offered)
+            request_id, num_tokens = self._offered
+            self._loads.offer_no_more(request_id)
+            self._records.on_refused(request_id, num_tokens)
 
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended."""
         self._given_back.discard(request_id)
         self._since.pop(request_id, None)
 
-    def _may_load(self, request: "Request", num_computed_tokens: int) -> bool:
+    def asks_caches(self, request: "Request") -> bool:
+        """Whether the request may hit anything."""
+        skips = request.skip_reading_prefix_cache or is_prefilled_elsewhere(request)
+        return not (skips or self.is_closed)
+
+    def _may_load(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow this device prefix. It ends on a scheduler block boundary;
         where attention is local to a chunk, the lookup starts with a chunk."""
-        if request.skip_reading_prefix_cache or is_prefilled_elsewhere(request):
-            return False
         if num_computed_tokens % self._block_size:
             return False
         start = self._groups.start_of(num_computed_tokens)

@@ -253,7 +253,6 @@ class Loads:
             load.add(group, table, slots, device_pool.null_block, num_sub_blocks, lasting=lasting)
         block_pool.touch(device_pool, load.held)
         self._planned.append(load)
-        self._meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
     def on_step(self, request_ids: Container[str]) -> None:
         """These requests run in the step that is being scheduled."""

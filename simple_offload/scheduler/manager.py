@@ -7,7 +7,9 @@ from simple_offload import metrics
 from simple_offload.config import OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.gate import is_prefilled_elsewhere
+from simple_offload.scheduler.prompt_records import report
 from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.wishes import KEY, Wishbook
@@ -43,9 +45,8 @@ class OffloadScheduler:
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
         self._wishes = Wishbook(allow_reports=config.allow_reports)
-        self._sources: dict[str, dict[str, int]] = {}
-        """By request that wishes for a report: by source, tokens of its prompt that need not be
-        computed."""
+        self._lost_by_reset: list[bytes] = []
+        """Keys that the device loses if its reset succeeds."""
 
     # Before the first request
 
@@ -57,7 +58,7 @@ class OffloadScheduler:
         setup = self._setup
         setup.bind_kv_cache_manager(kv_cache_manager)
         self._policy, self._parked = setup.policy, setup.parked
-        self._gate, self._hazards = setup.gate, setup.hazards
+        self._gate, self._hazards, self._records = setup.gate, setup.hazards, setup.records
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn how much memory the ranks have. vLLM calls this once, when every rank has
@@ -95,11 +96,18 @@ class OffloadScheduler:
         # A request comes here again when its load has ended, with the blocks that it got before.
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
         num_on_device = self._num_on_device.pop(request.request_id, 0)
-        wishes = self._wishes.of(request)
-        if starts and wishes.report:
-            self._note_sources(request.request_id, num_on_device, num_external_tokens)
         if starts and not self._gate.is_closed:
+            wishes = self._wishes.of(request)
             self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
+        self._records.on_allocated(
+            request,
+            num_on_device,
+            num_external_tokens,
+            self._second_tier.num_fetched_tokens(
+                request.request_id, num_on_device + num_external_tokens
+            ),
+            is_asked=self._gate.asks_caches(request),
+        )
         self._gate.on_allocated(request.request_id)
         if num_external_tokens > 0:
             self._free_unread(request, num_external_tokens)
@@ -108,6 +116,13 @@ class OffloadScheduler:
         else:
             self._loads.unpin_hit(request.request_id)
             self._parked.remove(request.request_id)
+
+    def hit_sources(self, request: "Request", num_tokens: int) -> dict[str, int]:
+        """Of the ``num_tokens`` tokens that a request with new blocks loads: by source, "host" or
+        "second_tier", how many."""
+        record = self._records.get(request.request_id)
+        num_fetched = min(record.second_tier, num_tokens) if record is not None else 0
+        return {"host": num_tokens - num_fetched, "second_tier": num_fetched}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
@@ -150,13 +165,13 @@ class OffloadScheduler:
         if report.step is not None:
             self._second_tier.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
-            if (sources := self._sources.get(request_id)) is not None:
-                sources.update(host=0, second_tier=0)
+            self._records.on_lost(request_id, MissReason.LOAD_FAILED)
         for ended in self._ledger.on_report(report):
             kind, consequence = "Store", "its blocks are not kept"
             if (load := self._loads.on_ended(ended, self._device_pool)) is not None:
                 kind = "Load"
                 consequence = "its request recomputes or fails, as kv_load_failure_policy says"
+                self._records.on_load_ended(load)
                 if ended.ok:
                     self._policy.on_load_ended(load)
             elif (store := self._stores.on_ended(ended)) is not None:
@@ -182,8 +197,10 @@ class OffloadScheduler:
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
         self._policy.on_request_finished(request, loading=loading)
+        record = self._records.on_finished(request)
+        wants_report = self._wishes.of(request).report
         self._wishes.forget(request.request_id)
-        return False, self._report(request)
+        return False, {KEY: report(record)} if record is not None and wants_report else None
 
     # Between steps
 
@@ -196,6 +213,7 @@ class OffloadScheduler:
         neither."""
         tier = self.tier
         gauges: dict[str, float] = {
+            metrics.HOST_BYTES: self._setup.host_bytes,
             metrics.CAPACITY: tier.max_contents,
             metrics.USED: tier.num_used,
             metrics.PINNED: tier.max_contents - tier.num_free,
@@ -225,6 +243,7 @@ class OffloadScheduler:
         """vLLM is about to reset the device's cache, which needs all blocks free. If nothing but
         this connector has some, give them up: those of requests that are parked and ready, and,
         unless the tier keeps its contents, those of stores."""
+        self._lost_by_reset = list(block_pool.cached(self._device_pool))
         held: list[KVCacheBlock] = []
         if not self.config.keep_on_device_reset:
             held = self._stores.device_blocks
@@ -238,6 +257,8 @@ class OffloadScheduler:
     def _on_device_reset(self) -> None:
         """The device's cache has been reset: the model's weights may be others from now on."""
         self._policy.on_device_reset()
+        self.tier.history.note(MissReason.RESET, self._lost_by_reset)
+        self._lost_by_reset = []
         if self.config.keep_on_device_reset:
             return
         if num_blocks := self.tier.num_used:
@@ -257,26 +278,6 @@ class OffloadScheduler:
         self._second_tier.shutdown()
 
     # Details
-
-    def _note_sources(self, request_id: str, num_on_device: int, num_external_tokens: int) -> None:
-        """The first blocks that a request gets have its prompt's tokens."""
-        if request_id not in self._sources:
-            num_tokens = num_on_device + num_external_tokens
-            num_fetched = self._second_tier.num_fetched_tokens(request_id, num_tokens)
-            num_fetched = min(num_fetched, num_external_tokens)
-            self._sources[request_id] = {
-                "device": num_on_device,
-                "host": num_external_tokens - num_fetched,
-                "second_tier": num_fetched,
-            }
-
-    def _report(self, request: "Request") -> dict[str, Any] | None:
-        """The reply's part for a request that wishes for a report."""
-        sources = self._sources.pop(request.request_id, None)
-        if sources is None:
-            return None
-        num_computed = max(0, request.num_prompt_tokens - sum(sources.values()))
-        return {KEY: {"prompt_tokens": {**sources, "compute": num_computed}}}
 
     def _free_unread(self, request: "Request", num_external_tokens: int) -> None:
         """Free those of the request's new device blocks that attention will not read.

@@ -18,6 +18,7 @@ from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.at_once import AtOnce
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
 from simple_offload.scheduler.policy.store_policy import PolicyParts, StorePolicy
+from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
@@ -98,6 +99,7 @@ class Setup:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Make what needs the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
+        self.records = PromptRecords(self.tier, self.groups, kv_cache_manager, self.meter)
         self.policy: StorePolicy = self._make_policy(
             PolicyParts(
                 self._config,
@@ -106,6 +108,7 @@ class Setup:
                 self.groups,
                 self.stores,
                 kv_cache_manager,
+                self.records,
                 self.meter,
                 wants_events=self.events is not None,
             )
@@ -116,11 +119,20 @@ class Setup:
             self.groups,
             self.parked,
             self.policy,
+            self.records,
             self._block_size,
             chunk_sizes(self._device_config),
             self._vllm_config.scheduler_config.max_num_seqs,
         )
         self.hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks together, once known."""
+        if self._capacity is None:
+            return 0
+        ranks = self._capacities.values()
+        return sum(self._capacity * each.block_bytes // each.num_places for each in ranks)
 
     @property
     def must_send_capacity(self) -> bool:

@@ -7,6 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -146,6 +147,8 @@ class Stores:
         self._meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
         self._tier.unpin(planned.host_blocks)
         device_blocks = planned.device_blocks
+        for store in (planned, *self._in_flight.values()):
+            self._tier.history.note(MissReason.RESET, list(store.keys))
         for store in self._in_flight.values():
             store.cancel()
             device_blocks += store.device_blocks

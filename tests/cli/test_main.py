@@ -11,10 +11,11 @@ from simple_offload.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["doctr"], ("'doctr'", "(choose from 'doctor')", "did you mean 'doctor'?")),
+        (["doctr"], ("'doctr'", "(choose from 'doctor', ", "did you mean 'doctor'?")),
+        (["wach", "host:1"], ("'wach'", "did you mean 'watch'?")),
         (["doctor", "--rank", "2"], ("--rank", "did you mean '--ranks'?")),
         (["doctor", "--ranks", "0"], ("--ranks", "'0' is not a whole number above 0")),
-        ([], ("required: doctor",)),
+        ([], ("required: doctor|",)),
     ],
 )
 def test_wrong_input_is_named(
@@ -26,6 +27,13 @@ def test_wrong_input_is_named(
     text = capsys.readouterr().err
     for message in messages:
         assert message in text
+
+
+def test_options_may_precede_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the help once showed them, when it was the only command."""
+    assert main(["--ranks", "3", "--nodes", "2", "doctor"]) == 2
+    message = "simple-offload doctor: --nodes 2: must divide --ranks, which is 3"
+    assert message in capsys.readouterr().err
 
 
 def test_it_starts_without_torch_and_vllm() -> None:

@@ -164,6 +164,37 @@ def test_one_that_fails_or_is_refused_is_out_and_the_others_go_on(
     assert names == {"ours", POOL}
 
 
+def test_sizes_of_host_memory_are_predicted_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight agents with 12 turns each. Four are at work, more than the caches hold, unless the host
+    has four times the memory."""
+    rows = [[60 * turn, 0, 64, 0, 1, 16 * turn, [[16 * turn, 16]]] for turn in range(12)]
+    sessions = [{"rows": [[row[0], agent, *row[2:]] for row in rows]} for agent in range(8)]
+    trace = tmp_path / "agents.json"
+    trace.write_text(json.dumps({"block_size": 64, "traces": sessions}))
+    traces = replace(
+        TINY.traces, files=(trace,), memories=((0.015, 0.01),), agents=4, requests=90, warm_up=0.2
+    )
+    plan = replace(TINY, traces=traces, seeds=1)
+    contenders = [CONTENDERS[name] for name in ("ours", "builtin")]
+    assert command.run(plan, contenders, {Part.SIZES}, tmp_path) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "agents, 0.015M / 0.01M tokens 0.5 x" in printed
+    [sizes] = numbers_of(tmp_path)["sizes"]
+    [run] = sizes["runs"]
+    assert [*run] == ["0.5", "1.0", "2.0", "4.0"]
+    assert run["1.0"]["in_loop"] == run["1.0"]["replayed"] < run["4.0"]["replayed"]
+    assert run["1.0"]["predicted"] == pytest.approx(run["1.0"]["replayed"], abs=0.03)
+    assert run["4.0"]["lru"] == pytest.approx(run["4.0"]["replayed"], abs=0.03)
+
+
+def test_parts_that_need_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--parts", "sizes"])
+    assert "--parts: sizes needs --traces FILE" in capsys.readouterr().err
+
+
 def test_too_little_memory_is_refused_beforehand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """The scheduler benchmark's replay of traces: files, counts and bounds."""
 
 import json
-import lzma
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
 from examples.bench.command import CANNOT_START, CannotStart
-from examples.bench.traces import Trace, Turn, read_trace
+from examples.bench.traces import read_trace, sessions_in_order
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
 from examples.scheduler_bench.contenders import CONTENDERS, Transfer
@@ -20,11 +19,8 @@ from examples.scheduler_bench.engine import Bus
 from examples.scheduler_bench.plan import TracePlan
 from examples.scheduler_bench.replay import replay
 from examples.scheduler_bench.results import Outcome
+from simple_offload.sizing.traces import Request, Trace
 
-MOONCAKE = [
-    {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},
-    {"timestamp": 1500, "input_length": 1536, "output_length": 70, "hash_ids": [0, 1, 3]},
-]
 SESSION = [
     [0.0, 200, 30, 0.0, 2.5, 0, [[1, 3]]],
     [10.0, 330, 40, None, None, 2, [[7, 2], [12, 1]]],
@@ -41,44 +37,24 @@ CLAUDE_CODE: dict[str, Any] = {
 # Files
 
 
-@pytest.mark.parametrize("suffix", ["", ".xz"])
-def test_requests_of_mooncakes_format(tmp_path: Path, suffix: str) -> None:
-    text = "\n".join(map(json.dumps, MOONCAKE)).encode()
-    path = tmp_path / f"talks.jsonl{suffix}"
-    path.write_bytes(lzma.compress(text) if suffix else text)
-    trace = read_trace(path)
-    # The last id of the first one stands for 76 tokens.
-    first, second = Turn(0.0, 0.0, (0, 1), 9), Turn(1.5, 0.0, (0, 1, 3), 70)
-    assert trace == Trace("talks", 512, [[first], [second]])
-    assert not trace.has_sessions
-
-
-def test_sessions_of_claude_code(tmp_path: Path) -> None:
+def test_sessions_come_in_an_order_of_the_seed(tmp_path: Path) -> None:
     path = tmp_path / "agents.json"
     path.write_text(json.dumps(CLAUDE_CODE))
     trace = read_trace(path)
-    turns = [Turn(0.0, 0.0, (1, 2, 3), 30), Turn(10.0, 7.5, (1, 2, 7, 8, 12), 40)]
-    # Ids are local to a session. A fork is left out.
-    assert trace == Trace("agents", 64, [turns, [Turn(0.0, 0.0, (14,), 1)]])
-    assert trace.has_sessions
+    orders = [sessions_in_order(trace, seed) for seed in range(8)]
+    assert all(
+        len(order) == 2 and set(map(id, order)) == set(map(id, trace.sessions)) for order in orders
+    )
+    assert orders == [sessions_in_order(trace, seed) for seed in range(8)]
+    assert any(order != trace.sessions for order in orders)
+    alone = Trace("talks", 512, [[session[0]] for session in trace.sessions])
+    assert sessions_in_order(alone, 0) == alone.sessions
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read: .*No such file"),
-        ("", "has no requests"),
-        ('{"timestamp": 0}', "line 1 is no request.*KeyError.'input_length'"),
-        ("[1, 2]", "line 1 is no request"),
-        ('{"traces": [], "blocks": 3}', "lacks block_size"),
-        ('{"block_size": 64, "traces": [{"rows": [[1, 2, 3]]}]}', "session 1 has a row"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_file_that_is_no_trace_stops_the_benches(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(CannotStart, match=f"{path}.*{message}"):
+    path.write_text('{"timestamp": 0}')
+    with pytest.raises(CannotStart, match=f"--traces: {path}, line 1 is no request"):
         read_trace(path)
 
 
@@ -129,10 +105,10 @@ def test_copies_of_one_direction_follow_each_other() -> None:
 PLAN = TracePlan(agents=2, requests=8, warm_up=0.5, scale=4, max_pause=1.0, bus_tokens=100_000)
 
 
-def talk(first_id: int) -> list[Turn]:
+def talk(first_id: int) -> list[Request]:
     """Four requests, each a block longer than the one before."""
     return [
-        Turn(0.0, 0.5, tuple(range(first_id, first_id + num_blocks)), 4)
+        Request(0.0, 0.5, tuple(range(first_id, first_id + num_blocks)), 64 * num_blocks, 4)
         for num_blocks in range(4, 8)
     ]
 

@@ -34,7 +34,7 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
     driver.empty_device_cache()
     driver.serve("s", [*THREE, 1])
     assert counted(metrics.LOADED) == 3
-    assert counted(metrics.HIT_TOKENS) == 3 * BLOCK_SIZE
+    assert counted(metrics.PROMPT_TOKENS, "host") == 3 * BLOCK_SIZE
     assert counted(metrics.LOOKUPS, "hit") == 1
     assert counted(metrics.LOOKUPS) == 2
     assert counted(metrics.LOADS, "async") == counted(metrics.LOADS) == 1

@@ -57,6 +57,7 @@ def test_a_part_of_the_prompts_stays(drive: MakeDriver, lazy: bool | None) -> No
     num_stored = driver.num_stored
     assert take_turns(driver, range(12), 8).count(BLOCKS) >= 4
     assert driver.num_stored - num_stored < 8 * 12 * BLOCKS / 8
+    assert driver.world.ledger(metrics.MISSED_TOKENS, "overload") > 0
 
 
 @SETTINGS

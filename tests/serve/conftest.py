@@ -15,7 +15,7 @@ VOCAB_SIZE = 512
 
 OURS: Mapping[str, Any] = THIS_CONNECTOR | {
     "kv_connector_extra_config": {
-        "cpu_bytes_to_use": "64MiB",
+        "cpu_bytes_to_use": "16MiB",
         "keep_on_device_reset": True,
         "allow_reports": True,
     },

@@ -20,7 +20,7 @@ from tests.serve.server import HOST, Server
 from tests.test_dashboard import names_in_queries
 
 BLOCK_SIZE = 32
-HOST_BYTES = 64 << 20
+HOST_BYTES = 16 << 20
 LONG = list(range(3, 163))  # five blocks
 SHORT = list(range(200, 270))  # two blocks and some
 LAST = list(range(300, 340))  # one block and some
@@ -51,7 +51,7 @@ def check_work(server: Server, model: Path, *, num_ranks: int = 1) -> None:
     block_bytes = BLOCK_SIZE * heads * head_size * 4  # on all ranks together
     assert read(metrics.STORED) == 7
     assert read(metrics.LOADED) == 5
-    assert read(metrics.HIT_TOKENS) == 5 * BLOCK_SIZE
+    assert read(metrics.PROMPT_TOKENS, source="host") == 5 * BLOCK_SIZE
     assert read(metrics.LOOKUPS, result="hit") == 1
     assert read(metrics.LOOKUPS, result="miss") == 2
     assert read(metrics.LOADS) == 1
@@ -79,7 +79,7 @@ def worked(server: Server) -> Server:
 def test_metrics_count_the_work(worked: Server, model: Path) -> None:
     check_work(worked, model)
     hit_tokens = worked.metric("vllm:external_prefix_cache_hits_total")
-    assert worked.metric(metrics.HIT_TOKENS) == hit_tokens
+    assert worked.metric(metrics.PROMPT_TOKENS, source="host") == hit_tokens
     # The dashboard's series are served.
     assert names_in_queries() <= {sample.name for sample in worked.samples()}
 

@@ -14,6 +14,7 @@ from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
 from simple_offload.scheduler.policy.protections import PROTECTIONS_SHARE
 from simple_offload.scheduler.policy.residency import Residency
+from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction_order import (
@@ -96,9 +97,9 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_begun", "_waiting", "_behind", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_not_run", "_released", "_hits", "_requests", "_num_blocks"}
-    maps |= {"_ready", "_by_request", "_sources", "_later", "_keys", "_served", "_queued"}
+    maps |= {"_ready", "_by_request", "_refused", "_later", "_keys", "_served", "_queued"}
     owners: list[Any] = [policy, loads, scheduler, scheduler._parked]
-    owners += [scheduler._wishes, policy._reservations]
+    owners += [scheduler._wishes, policy._reservations, scheduler._records]
     if isinstance(policy, BeforeEviction):
         owners.append(policy._residency)
         maps |= {"_allocated"}
@@ -126,6 +127,11 @@ def check_second_tier(second_tier: SecondTier) -> None:
         for block in read.blocks:
             assert block.ref_cnt > 0, f"{block}: free during a read"
             assert block.block_hash is None, f"{block}: can be found too soon"
+
+
+def records_of(scheduler: OffloadScheduler) -> PromptRecords:
+    """Where the prompts of requests came from."""
+    return scheduler._records
 
 
 def residency_of(scheduler: OffloadScheduler) -> Residency | None:

@@ -39,6 +39,7 @@ from simple_offload.worker import layer_groups, overlap
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity, promises, second_tier, wishes
+from tests.simulation.attribution import Attribution
 from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
@@ -129,6 +130,8 @@ class World:
         self.requests: dict[str, Request] = {}
         self.reports: dict[str, dict[str, int]] = {}
         """By request, where its reply says that the prompt's tokens came from."""
+        self.first_missing: dict[str, dict[str, Any]] = {}
+        """By request, which token its reply says is the first that was not found, and why."""
         self.num_blocks_loaded = 0
         self.num_begun_inside = 0
         self.num_ended_inside = 0
@@ -160,6 +163,7 @@ class World:
             self.found = promises.FoundOnDevice(scheduler)
             self.releases = wishes.Releases(scheduler)
             self.moved = promises.MovedHashes(scheduler)
+            self.attribution = Attribution(self.connector)
             integrity.set_clock(scheduler, now)
             self._withheld = integrity.watch_withheld(scheduler)
         self._reset_stores: set[int] = set()
@@ -261,6 +265,7 @@ class World:
         num_sent = num_slots // self.shape.num_sub_blocks
         num_used = sum(block.block_hash is not None for block in self.host_pool.blocks)
         self.ledger.check(num_bytes, num_sent, num_used)
+        self.attribution.check(self.ledger)
 
     def _check_rooms(self) -> None:
         """No rank has opened more than the smallest has room for, or one chunk, which it may open
@@ -495,6 +500,7 @@ class World:
             self._check_losses(before)
         if self.is_ours:
             self._tails.end(kept)
+            self.attribution.end_step()
             metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
             self._check_stores(metadata.stores, were_free)
         self.hits_inside_blocks |= {
@@ -728,6 +734,7 @@ class World:
         wished = wished and not failed
         assert wished == (params is not None), f"{request_id}: wished {wished}, got {params}"
         if wished:
+            self.first_missing[request_id] = params["simple_offload"]["first_missing"]
             self.reports[request_id] = report = params["simple_offload"]["prompt_tokens"]
             assert [*report] == ["device", "host", "second_tier", "compute"]
             assert min(report.values()) >= 0, f"{request_id}: {report}"

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.policy.free_queue_scan import StepLimits
 from simple_offload.scheduler.policy.residency import StoreRule
 from simple_offload.scheduler.policy.store_policy import (
@@ -81,7 +82,9 @@ class AtOnce(StorePolicy):
     def on_store_ended(
         self, blocks: Sequence[KVCacheBlock], _transfer: Transfer | None, /, *, ok: bool
     ) -> None:
-        del ok
+        if not ok:
+            keys = [key for key in block_pool.keys_of(blocks) if key is not None]
+            self._tier.history.note(MissReason.NOT_STORED, keys)
         block_pool.free_blocks(self._device_pool, reversed(blocks))
         if self._released:
             owned = [k for k, owner in self._released.items() if self._owners.of(k) == owner]
@@ -170,11 +173,16 @@ class AtOnce(StorePolicy):
         new = lacking - hits
         self._meter.add(metrics.SKIPPED, len(computed - lacking), "already_stored")
         self._follow_computed(computed, new)
-        if progress.rule is StoreRule.HITS:
+        note = self._tier.history.note
+        if progress.rule is StoreRule.NONE:
+            note(MissReason.WISH, new)
+        elif progress.rule is StoreRule.HITS:
             self._meter.add(metrics.SKIPPED, len(new), "overload")
-        elif progress.rule is StoreRule.ALL:
-            num_refused = sum(not self._admission.admits(key) for key in new)
-            self._meter.add(metrics.SKIPPED, num_refused, "below_threshold")
+            note(MissReason.OVERLOAD, new)
+        else:
+            refused = [key for key in new if not self._admission.admits(key)]
+            self._meter.add(metrics.SKIPPED, len(refused), "below_threshold")
+            note(MissReason.BELOW_THRESHOLD, refused)
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         super()._on_released(released)
@@ -202,6 +210,7 @@ class AtOnce(StorePolicy):
         planned = self._stores.plan(run, progress.own, self._device_pool)
         progress.own.update([block.block_id for block in planned])
         self._meter.add(metrics.DROPPED, len(run.keys) - len(planned), "tier_full")
+        self._tier.history.note(MissReason.NOT_STORED, wanted.difference(run.keys[: len(planned)]))
 
     def _run(
         self,

@@ -108,8 +108,6 @@ class BeforeEviction(StorePolicy):
     def on_step(self, scheduled: "SchedulerOutput") -> None:
         due = self._on_scheduled(scheduled)
         stores_early = self._stores_early and not self._postpone(scheduled, due)
-        # First what the device has lost: a store must not evict it from the tier as a duplicate.
-        self._follow_device()
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
         if stores_early and self._tier.num_empty:
@@ -175,7 +173,6 @@ class BeforeEviction(StorePolicy):
         self._num_withheld.pop(request_id, None)
 
     def _follow_device(self) -> None:
-        """Note what vLLM has done with the device's blocks since the last step."""
         lost, hits = self._residency.drain_used()
         if lost:
             self._scan.on_used(lost)

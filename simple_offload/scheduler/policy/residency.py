@@ -8,6 +8,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.reuse import Reuse
@@ -195,9 +196,12 @@ class Residency:
         if rule is StoreRule.HITS:
             bypassed = {i: key for i, key in lacking.items() if not self._is_hit[i]}
             self._meter.add(metrics.SKIPPED, len(bypassed), "overload")
+            self._tier.history.note(MissReason.OVERLOAD, list(bypassed.values()))
             self._bypassed |= bypassed
             lacking = {i: key for i, key in lacking.items() if i not in bypassed}
-        if rule is not StoreRule.NONE:
+        if rule is StoreRule.NONE:
+            self._tier.history.note(MissReason.WISH, new)
+        else:
             self._to_store |= lacking
         return new
 
@@ -220,6 +224,7 @@ class Residency:
         for block in blocks if not ok else ():
             if block.block_hash is not None:
                 self._bypassed[block.block_id] = block.block_hash
+                self._tier.history.note(MissReason.NOT_STORED, [block.block_hash])
 
     def release(self, released: Iterable[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         """A request releases contents, which it has in these blocks. The tier evicts them first
@@ -346,10 +351,14 @@ class Residency:
         them or they are on their way."""
         if not keys:
             return
-        dropped = self._stores.absent(keys).difference(block_pool.cached(self._device_pool))
-        admitted = list(filter(self._admission.admits, dropped))
-        self._meter.add(metrics.SKIPPED, len(dropped) - len(admitted), "below_threshold")
-        self._meter.add(metrics.DROPPED, len(admitted), reason)
+        absent = self._stores.absent(keys)
+        admitted = set(filter(self._admission.admits, absent))
+        # A request that computes them again has blocks with their keys already.
+        self._tier.history.note(MissReason.NOT_STORED, admitted)
+        self._tier.history.note(MissReason.BELOW_THRESHOLD, absent - admitted)
+        dropped = absent.difference(block_pool.cached(self._device_pool))
+        self._meter.add(metrics.SKIPPED, len(dropped - admitted), "below_threshold")
+        self._meter.add(metrics.DROPPED, len(dropped & admitted), reason)
 
 
 def _pop_all(

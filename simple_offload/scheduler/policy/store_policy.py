@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.config import OffloadConfig
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policy.owners import Owners, session_of
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
@@ -18,6 +19,7 @@ from simple_offload.scheduler.policy.protections import Protections
 from simple_offload.scheduler.policy.queue_reservations import QueueReservations
 from simple_offload.scheduler.policy.residency import StoreRule
 from simple_offload.scheduler.policy.reuse import Reuse
+from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -94,6 +96,7 @@ class PolicyParts(NamedTuple):
     groups: Groups
     stores: Stores
     kv_cache_manager: "KVCacheManager"
+    records: PromptRecords
     meter: metrics.Meter
     wants_events: bool
 
@@ -107,7 +110,7 @@ class StorePolicy(ABC):
         computes."""
         self._records_hits = records_hits
         self._tier, self._groups, self._stores = parts.tier, parts.groups, parts.stores
-        self._meter = parts.meter
+        self._records, self._meter = parts.records, parts.meter
         self._wants_events = parts.wants_events
         self._managers = parts.kv_cache_manager.coordinator.single_type_managers
         self._device_pool = parts.kv_cache_manager.block_pool
@@ -181,6 +184,12 @@ class StorePolicy(ABC):
         self._admission.on_request_finished(request_id)
         # Until a step has run it, another connector (MultiConnector) may still be filling its
         # blocks, unless the tier does.
+        if progress is None and request.num_computed_tokens and not loading:
+            # ``on_reset`` has come between.
+            for group in self._groups.ids:
+                stop = confirmed_tokens(request) // self._groups.block_sizes[group]
+                keys = self._groups.keys(request.block_hashes, group, 0, stop)
+                self._tier.history.note(MissReason.RESET, keys)
         if progress is None or loading or not (has_run or progress.loads):
             return
         self._record(progress)  # the last step's output may have given a block its hash
@@ -214,6 +223,9 @@ class StorePolicy(ABC):
 
     # What each policy does
 
+    def _follow_device(self) -> None:  # noqa: B027 - most models need no more
+        """Note what vLLM has done with the device's blocks since the last step."""
+
     @abstractmethod
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         """A request has completed blocks, parents before children in each group."""
@@ -237,8 +249,6 @@ class StorePolicy(ABC):
         """A request has got blocks in the step that is being scheduled."""
         request, num_hit_tokens, num_loaded_tokens, wishes = begun
         request_id, num_tokens = request.request_id, num_hit_tokens + num_loaded_tokens
-        if not request.skip_reading_prefix_cache:
-            self._meter.add(metrics.LOOKUPS, 1, "hit" if num_loaded_tokens else "miss")
         self._reuse.on_request(request.block_hashes)
         self._reservations.on_allocated(request)
         self._leave_queue(request_id)
@@ -268,13 +278,18 @@ class StorePolicy(ABC):
         self._pacer.add(request_id)
 
     def _on_scheduled(self, scheduled: "SchedulerOutput") -> list[str]:
-        """Note which requests have begun, and run. Returns the requests that are due."""
+        """Note which requests have begun, and run, and what the device has lost. Returns the
+        requests that are due."""
         begun, self._begun = self._begun, []
         for each in begun:
             self._begin(each)
         self._reservations.on_step()
         self._protections.on_step()
         self._not_run.difference_update(scheduled.num_scheduled_tokens)
+        # First what the device has lost: a store must not evict it from the tier as a duplicate.
+        self._follow_device()
+        # Before this step's blocks count as computed.
+        self._records.on_step()
         return self._pacer.on_step(scheduled.num_scheduled_tokens)
 
     # Recording

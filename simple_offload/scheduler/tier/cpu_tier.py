@@ -24,9 +24,11 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.history import History
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
@@ -73,6 +75,8 @@ class CpuTier:
         """Blocks with contents."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
+        self.history = History()
+        """Why contents are in no cache, for those that ask for them again."""
         self._reserved: dict[BlockHashWithGroupId, int] = {}
         """By key, how often it is reserved."""
         self._on_removed: list[Callable[[Sequence[BlockHashWithGroupId]], None]] = []
@@ -100,6 +104,16 @@ class CpuTier:
     def max_contents(self) -> int:
         """Blocks that can have contents of their own: no replicas, and not vLLM's null block."""
         return self._order.max_contents
+
+    @property
+    def num_duplicates(self) -> int:
+        """Blocks of contents that the device has too. Of an exclusive tier."""
+        return self._order.num_duplicates
+
+    @property
+    def num_evicted(self) -> int:
+        """Evicted contents since the start that were no duplicates."""
+        return self._order.num_evicted
 
     @property
     def num_free(self) -> int:
@@ -197,6 +211,7 @@ class CpuTier:
         whose id is in ``keep``."""
         blocks, duplicates, others = self._order.evict(count, keep)
         if duplicates or others:
+            self.history.note(MissReason.EVICTED, others, self._order.num_evicted)
             self._on_lost(copy=len(duplicates), lru=len(others))
         return blocks
 
@@ -241,11 +256,13 @@ class CpuTier:
         lost = [block for block in blocks if block.block_hash]
         self._pool.evict_blocks({block.block_id for block in lost})
         self._order.on_emptied(lost)
+        self.history.note(MissReason.LOAD_FAILED, [*self._removed])
         self._on_lost(load_failed=len(lost))
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
         self._order.empty_all()
+        self.history.note(MissReason.RESET, [*self._removed])
         self._on_lost(reset=self.num_used)
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:

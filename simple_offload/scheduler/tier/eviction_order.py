@@ -76,7 +76,7 @@ class EvictionOrder:
         )
         self._codes = bytearray()
         """By block id."""
-        self._num_evicted = 0
+        self.num_evicted = 0
         """Evicted contents that were no duplicates, since the start: the clock of ages."""
         self._used_at = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or lost by the device."""
@@ -162,7 +162,7 @@ class EvictionOrder:
             take(self._protected, limit)
             take_duplicates(limit)
             take(self._reserved, limit)
-        self._num_evicted += len(lost[False])
+        self.num_evicted += len(lost[False])
         return blocks, lost[True], lost[False]
 
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -268,7 +268,7 @@ class EvictionOrder:
         self._settle()
         codes = np.frombuffer(self._codes, np.uint8)
         duplicates = codes >= _DUPLICATE
-        self._used_at[duplicates] = self._num_evicted
+        self._used_at[duplicates] = self.num_evicted
         codes[duplicates] &= _RESERVED
         if np.any(codes[duplicates]):
             queued = self._duplicates.iter_blocks_after(None)
@@ -305,11 +305,11 @@ class EvictionOrder:
     # Details
 
     def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._used_at[as_array([block.block_id for block in blocks])] = self._num_evicted
+        self._used_at[as_array([block.block_id for block in blocks])] = self.num_evicted
 
     def _num_old(self, limit: int) -> int:
         """How many protected blocks, up to ``limit``, leave before the first one on probation."""
-        now, used_at = self._num_evicted, self._used_at
+        now, used_at = self.num_evicted, self._used_at
         first = next(iter(self._probation.iter_blocks_after(None)), None)
         if first is None:
             return 0
@@ -343,7 +343,7 @@ class EvictionOrder:
         codes = np.frombuffer(self._codes, np.uint8)
         ids = ids[codes[ids] & _LOST > 0]
         codes[ids] &= _SEGMENT
-        self._used_at[ids] = self._num_evicted
+        self._used_at[ids] = self.num_evicted
         free: list[list[KVCacheBlock]] = [[] for _ in self._queues]
         for block_id, segment in zip(ids.tolist(), codes[ids].tolist(), strict=True):
             block = self._pool.blocks[block_id]

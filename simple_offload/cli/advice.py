@@ -1,0 +1,118 @@
+"""One sentence of advice about a running server."""
+
+import math
+from collections.abc import Iterator
+
+from simple_offload.cli.scrape import PREFIX, PROMPT_TOKENS, Scrape
+from simple_offload.memory import GIB
+
+_WORTHWHILE = 0.03
+"""Share of the prompt tokens. The predicted curve errs by as much."""
+_AS_MUCH = 0.01
+"""Share of the prompt tokens that nobody misses."""
+_LOST = {
+    "below_threshold": "came back before store_threshold requests had had them: a lower threshold "
+    "finds them sooner.",
+    "boundary": "lacked the state or window at their end, which is kept at few places.",
+    "no_room": "found no room on the device for their load: allow fewer requests at a time "
+    "(--max-num-seqs).",
+    "not_asked": "asked no cache: their requests skip it, or get their KV from another server.",
+    "not_stored": "left the device before their store: it was too late, failed, or had no room.",
+    "other_key": "are known under another cache_salt, LoRA adapter or image only.",
+    "overload": "were bypassed, because all prompts together are too much for both caches: more "
+    "host memory, or fewer sessions at a time, would find more.",
+    "prompt_end": "are ends of prompts, shorter than a block: a smaller --block-size finds more "
+    "of them.",
+    "reset": "were lost by resets: keep_on_device_reset keeps them, if the weights stay.",
+    "wish": "are missing because requests wished so (store, release).",
+}
+"""By reason, what follows "5% of the prompt tokens"."""
+_PARTS = {0.25: "A quarter", 0.5: "Half"}
+_MULTIPLES = {2.0: "twice", 4.0: "four times", 8.0: "eight times"}
+
+
+def advise(now: Scrape) -> str:
+    """The most valuable advice about all prompts since the server's start: faults first, then what
+    finds the most tokens, then what saves memory."""
+    sources = now.by("source", PROMPT_TOKENS)
+    missed = now.by("reason", f"{PREFIX}missed_tokens_total")
+    prompts = sum(sources.values())
+    failures = now.by("reason", f"{PREFIX}failed_transfers_total")
+    if failures.get("thread_died", 0) + failures.get("switched_off", 0):
+        return "A copy thread has died, and the host tier is switched off: restart the server."
+    if not now.total(f"{PREFIX}capacity_blocks"):
+        return "The host tier is not open yet."
+    if not prompts:
+        return "No prompts yet."
+    failed = missed.get("load_failed", 0) / prompts
+    if failed >= _AS_MUCH:
+        return (
+            f"Loads fail: {failed:.0%} of the prompt tokens were computed because of it. Look at "
+            "the server's log and at the device."
+        )
+    shares = {reason: num / prompts for reason, num in missed.items()}
+    gain, text = max(_gains(now, shares), default=(0.0, ""))
+    if gain >= _WORTHWHILE:
+        return text
+    return _differing(now, shares) or _saving(now)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as GiB, or MiB if they are few."""
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / GIB:,.0f} GiB" if num_bytes >= 10 * GIB else f"{num_bytes / GIB:.1f} GiB"
+
+
+def _gains(now: Scrape, shares: dict[str, float]) -> Iterator[tuple[float, str]]:
+    """Shares of the prompt tokens that could have been found, and how."""
+    ratios = now.hit_ratios()
+    own = ratios.get(1.0)
+    if own is None:
+        share = shares.get("evicted", 0.0)
+        text = f"{share:.0%} of the prompt tokens were evicted from host memory: more finds them."
+        yield share, text
+    elif larger := {times: ratios[times] - own for times in _MULTIPLES if times in ratios}:
+        # The best doubling: a loop that is a little too long gains nothing before it fits.
+        times = max(larger, key=lambda each: larger[each] / math.log2(each))
+        memory = f"Host memory of {_memory(now, times)} ({_MULTIPLES[times]} as much)"
+        yield larger[times], f"{memory} would find {100 * larger[times]:.0f} points more."
+    for reason, share in shares.items():
+        if reason in _LOST:
+            yield share, f"{share:.0%} of the prompt tokens {_LOST[reason]}"
+
+
+def _differing(now: Scrape, shares: dict[str, float]) -> str:
+    """If prompts part from all earlier ones early: in a growing conversation they do so late."""
+    lookups = now.total(f"{PREFIX}lookups_total")
+    same = now.quantile(f"{PREFIX}unseen_from_tokens", 0.5)
+    missing, unseen = sum(shares.values()), shares.get("unseen", 0)
+    early = lookups and same < now.total(PROMPT_TOKENS) / lookups / 2
+    if not early or unseen < missing / 2 or unseen < _WORTHWHILE:
+        return ""
+    if not same:
+        return "Most prompts are new from their first token on: no memory finds them."
+    return (
+        f"Most prompts differ after about {same:,.0f} tokens: move what changes (dates, names) "
+        "towards their end."
+    )
+
+
+def _saving(now: Scrape) -> str:
+    capacity, used = (now.total(f"{PREFIX}{name}_blocks") for name in ("capacity", "used"))
+    if used < capacity / 2:
+        return f"The tier is half empty: contents take {used / capacity:.0%} of {_memory(now, 1)}."
+    ratios = now.hit_ratios()
+    if 1.0 not in ratios:
+        return "Nothing yet: to predict other sizes of host memory takes more prompts."
+    enough = [times for times in ratios if ratios[times] >= ratios[1.0] - _AS_MUCH]
+    times = min(enough)
+    if times == 0:
+        return "Without host memory as much would be found: the device has it, or nobody has."
+    if times in _PARTS:
+        return f"{_PARTS[times]} of the host memory ({_memory(now, times)}) would find as much."
+    return "The host memory fits: half of it would find less, and more of it hardly more."
+
+
+def _memory(now: Scrape, times: float) -> str:
+    return size_text(times * now.total(f"{PREFIX}host_memory_bytes"))

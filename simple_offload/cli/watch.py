@@ -1,0 +1,107 @@
+"""``simple-offload watch``: follows a running server's /metrics."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.console import Console
+from rich.live import Live
+
+from simple_offload.cli.arguments import Parser
+from simple_offload.cli.console import make_console
+from simple_offload.cli.scrape import ScrapeError, metrics_url, scrape
+from simple_offload.cli.screen import View, lines, page
+
+NO_SERVER = 1
+_SHORTEST, _LONGEST = 0.1, 86_400.0
+
+
+def add_arguments(parser: Parser) -> None:
+    """Those of ``simple-offload watch``, and its help."""
+    parser.description = (
+        "watch shows what a running server finds: where prompt tokens came from, why others were "
+        "computed, how full the tiers are, how fast copies are, and what other sizes of host "
+        "memory would find. In a pipe it prints plain lines. Ctrl-C ends it."
+    )
+    parser.epilog = (
+        "exit codes: 0 ended by the user, or after --once; 1 the server cannot be reached, or does "
+        "not use this connector; 2 wrong usage"
+    )
+    parser.add_argument("url", metavar="URL", help="of the server, such as localhost:8000")
+    parser.add_argument(
+        "--interval",
+        type=_interval,
+        default=5.0,
+        metavar="SECONDS",
+        help="time between two pages (default: 5)",
+    )
+    parser.add_argument("--once", action="store_true", help="print one page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the server until the user ends it; return the exit code. Raises ConfigError for a wrong
+    URL."""
+    url = metrics_url(arguments.url)
+    try:
+        watch(url, make_console(), arguments.interval, arguments.once)
+    except ScrapeError as problem:
+        print(f"simple-offload watch: {problem}", file=sys.stderr)
+        return NO_SERVER
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def watch(url: str, console: Console, interval: float, once: bool) -> None:
+    """Show one page, or a page each ``interval`` seconds until KeyboardInterrupt. Raises
+    ScrapeError if the first scrape fails. Later ones may, as while the server restarts."""
+    views = follow(url, interval)
+    view = next(views)
+    if not console.is_terminal or console.is_dumb_terminal:
+        while True:
+            block = "\n".join([*lines(view), ""])
+            console.print(block, markup=False, highlight=False, soft_wrap=True)
+            if once:
+                return
+            view = next(views)
+    if not once:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the cursor stays hidden
+        try:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    live.update(page(view), refresh=True)
+                    view = next(views)
+        finally:
+            console.print(page(view))  # it stays when the screen of Live is gone
+    console.print(page(view))
+
+
+def follow(url: str, interval: float) -> Iterator[View]:
+    """A view each ``interval`` seconds. The first raises ScrapeError if the scrape fails."""
+    now, taken = scrape(url), time.monotonic()
+    view = View(url, now)
+    while True:
+        yield view
+        time.sleep(interval)  # a signal ends it
+        try:
+            now = scrape(url)
+        except ScrapeError as problem:
+            view = replace(view, problem=str(problem))
+            continue
+        before, taken = taken, time.monotonic()
+        view = View(url, now, now.since(view.now), taken - before)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not _SHORTEST <= seconds <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds from {_SHORTEST} to {_LONGEST:.0f}"
+        )
+    return seconds

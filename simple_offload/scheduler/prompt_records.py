@@ -1,0 +1,319 @@
+"""PromptRecords: where the tokens of each request's prompt came from."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
+from simple_offload.scheduler.forecaster import Forecaster
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+_MAX_KNOWN_TOKENS = 65_536
+"""Blocks whose tokens are remembered without their salt, adapter or image: some 10 MiB."""
+_NUM_PROBED = 32
+"""Missing blocks of a prompt that are looked for in the history first. If it knows none of them, it
+knows none behind them."""
+_MOST_LOOKED_AT = 512
+"""Missing blocks of a prompt that are looked for in the history. Of more, one in so many."""
+
+
+@dataclass(slots=True)
+class PromptRecord:
+    """One request's prompt. ``device``, ``host`` and ``second_tier`` tokens were found, and the
+    others computed: ``missed``, by reason."""
+
+    num_tokens: int
+    device: int
+    host: int
+    second_tier: int
+    missed: Counter[MissReason] = field(default_factory=Counter)
+    reason: MissReason = MissReason.UNSEEN
+    """Of the first missing token."""
+    factor: float | None = None
+    """If that was evicted: the host memory that would have kept it, as a multiple of today's."""
+    has_run: bool = False
+    is_loading: bool = False
+    is_counted: bool = False
+
+    @property
+    def num_found(self) -> int:
+        """Tokens that need not be computed."""
+        return self.device + self.host + self.second_tier
+
+    def miss(self, reason: MissReason, num_tokens: int) -> None:
+        """``num_tokens`` tokens before all others are missing."""
+        self.missed[reason] += num_tokens
+        self.reason, self.factor = reason, None
+
+    def lose(self, reason: MissReason) -> None:
+        """What has been loaded is computed, after all."""
+        num_tokens = self.host + self.second_tier
+        self.host = self.second_tier = 0
+        self.miss(reason, num_tokens)
+
+
+class PromptRecords:
+    """One record a request, from the blocks that it gets first to its end. Metrics, replies and
+    vLLM's hit sources read it, and nothing else counts hits.
+
+    A prompt is counted once: when its request runs and its load has ended, or when it ends. A
+    preempted request keeps its record.
+    """
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        groups: Groups,
+        kv_cache_manager: "KVCacheManager",
+        meter: metrics.Meter,
+    ) -> None:
+        self._tier, self._groups, self._meter = tier, groups, meter
+        self._device_pool = kv_cache_manager.block_pool
+        self._managers: Sequence[SingleTypeKVCacheManager] = (
+            kv_cache_manager.coordinator.single_type_managers
+        )
+        self._group = (*groups.chained_ids, *groups.ids, 0)[0]
+        """A hit needs its blocks, if there is such a group."""
+        self._block_size = groups.block_sizes[self._group]
+        self._forecaster = Forecaster(
+            tier,
+            self._group,
+            self._block_size,
+            len(self._device_pool.blocks) / groups.num_sub_blocks,
+            meter,
+        )
+        self._by_request: dict[str, PromptRecord] = {}
+        self._begun: list[tuple[Request, PromptRecord, int]] = []
+        """Since the last step, requests with new records, and their ``_refused``."""
+        self._refused: dict[str, int] = {}
+        """By request, the end of a hit for whose load there was no room, in tokens."""
+        self._hash_of: OrderedDict[int, BlockHash] = OrderedDict()
+        """By tokens of a block, and all before them: its hash, which has further keys in it."""
+
+    # What happens to a request
+
+    def on_refused(self, request_id: str, num_tokens: int) -> None:
+        """There is no room to load the request's hit, which ends after ``num_tokens`` tokens."""
+        self._refused[request_id] = num_tokens
+
+    def on_allocated(
+        self,
+        request: "Request",
+        num_on_device: int,
+        num_loaded: int,
+        num_fetched: int,
+        *,
+        is_asked: bool,
+    ) -> None:
+        """The request has got blocks. The first time, its prompt is attributed: to the device
+        ``num_on_device`` tokens, to loads ``num_loaded``, of which a fetch brought ``num_fetched``.
+        ``is_asked``: whether caches were asked."""
+        request_id = request.request_id
+        if (record := self._by_request.get(request_id)) is not None:
+            if not num_loaded:
+                record.has_run = True
+                self._count(record)
+            return
+        num_fetched = min(num_fetched, num_loaded)
+        num_tokens, num_in_host = request.num_prompt_tokens, num_loaded - num_fetched
+        record = PromptRecord(num_tokens, num_on_device, num_in_host, num_fetched)
+        record.has_run, record.is_loading = not num_loaded, num_loaded > 0
+        self._by_request[request_id] = record
+        if is_asked:
+            self._begun.append((request, record, self._refused.pop(request_id, 0)))
+        else:
+            record.miss(MissReason.NOT_ASKED, num_tokens - record.num_found)
+            self._count(record)
+
+    def on_step(self) -> None:
+        """A step has been scheduled, and the policy knows what the device has lost in it."""
+        begun, self._begun = self._begun, []
+        for request, record, refused in begun:
+            self._forecaster.on_prompt(self._hashes(request), request.num_prompt_tokens)
+            self._explain(request, record, refused)
+            self._count(record)
+        if begun:
+            self._forecaster.on_step()
+
+    def on_load_ended(self, transfer: Transfer) -> None:
+        """A load has ended on every rank."""
+        if (record := self._by_request.get(transfer.request_id or "")) is not None:
+            record.is_loading = False
+            self._count(record)
+
+    def on_lost(self, request_id: str, reason: MissReason) -> None:
+        """The request computes what was, or would have been, loaded."""
+        record = self._by_request.get(request_id)
+        if record is not None and not record.is_counted:
+            record.lose(reason)
+
+    def on_finished(self, request: "Request") -> PromptRecord | None:
+        """The request has ended. Returns its record, if it has had blocks."""
+        self._refused.pop(request.request_id, None)
+        record = self._by_request.pop(request.request_id, None)
+        if record is not None:
+            record.has_run, record.is_loading = True, False
+            self._count(record)
+            num_computed = request.num_computed_tokens // self._block_size
+            self._forecaster.on_used(self._hashes(request)[:num_computed])
+            # A streaming-input session goes on in its own blocks.
+            if num_more := request.num_prompt_tokens - record.num_tokens:
+                self._count_missed({MissReason.NOT_ASKED: num_more})
+                record.missed[MissReason.NOT_ASKED] += num_more
+        return record
+
+    def get(self, request_id: str) -> PromptRecord | None:
+        """The record of a request that has had blocks, and has not ended."""
+        return self._by_request.get(request_id)
+
+    # Details
+
+    def _count(self, record: PromptRecord) -> None:
+        if record.is_counted or record.is_loading or not record.has_run:
+            return
+        record.is_counted = True
+        add = self._meter.add
+        add(metrics.PROMPT_TOKENS, record.device, "device")
+        add(metrics.PROMPT_TOKENS, record.host, "host")
+        add(metrics.PROMPT_TOKENS, record.second_tier, "second_tier")
+        self._count_missed(record.missed)
+        if record.reason is MissReason.UNSEEN:
+            self._meter.sample(metrics.UNSEEN_FROM, record.num_found)
+        if record.reason is not MissReason.NOT_ASKED:
+            is_hit = record.host + record.second_tier > 0
+            add(metrics.LOOKUPS, 1, "hit" if is_hit else "miss")
+            # The second tier would have these with any host memory.
+            self._forecaster.on_found(record.device + record.host)
+
+    def _hashes(self, request: "Request") -> Sequence[BlockHash]:
+        """Of the request's full blocks."""
+        hashes = self._groups.hashes(request.block_hashes, self._group)
+        return hashes if isinstance(hashes, list) else list(hashes)
+
+    def _count_missed(self, missed: Mapping[MissReason, int]) -> None:
+        self._meter.add(metrics.PROMPT_TOKENS, sum(missed.values()), "compute")
+        for reason, count in missed.items():
+            self._meter.add(metrics.MISSED_TOKENS, count, reason.label)
+
+    def _explain(self, request: "Request", record: PromptRecord, refused: int) -> None:
+        """Give each token of the prompt that was not found a reason. ``refused``: the end of a hit
+        for whose load there was no room."""
+        num_tokens, found, size = record.num_tokens, record.num_found, self._block_size
+        hashes = self._hashes(request)
+        # A drafter's last block, and all behind a whole block, can be in no hit.
+        stop = min(self._groups.next_hit(num_tokens - 1), len(hashes) * size)
+        record.reason = MissReason.PROMPT_END
+        first = found // size
+        if missing := hashes[first : stop // size]:
+            reasons, factor = self._reasons(request, missing, first)
+            sizes = np.full(len(missing), size)
+            sizes[0] -= found - first * size
+            reasons[found + np.cumsum(sizes) <= refused] = MissReason.NO_ROOM
+            for code in np.unique(reasons).tolist():
+                record.missed[MissReason(code)] = int(sizes[reasons == code].sum())
+            record.reason = MissReason(int(reasons[0]))
+            record.factor = factor if record.reason is MissReason.EVICTED else None
+        rest = num_tokens - found - sum(record.missed.values())
+        record.missed[MissReason.PROMPT_END] = rest
+
+    def _reasons(
+        self, request: "Request", missing: Sequence[BlockHash], first: int
+    ) -> tuple[Any, float | None]:
+        """By missing block, from the request's block ``first`` on, its reason; and, if the first
+        one was evicted, the factor."""
+        num_there = 0 if self._groups.is_one_chain else self._num_there(request, missing, first)
+        reasons = np.full(len(missing), MissReason.UNSEEN, np.uint8)
+        reasons[:num_there] = MissReason.BOUNDARY
+        rest = missing[num_there:]
+        factor, step = None, 1
+        known, times = self._tier.history.find(rest[:_NUM_PROBED])
+        if known.any() and len(rest) > _NUM_PROBED:
+            step = cdiv(len(rest), _MOST_LOOKED_AT)
+            known, times = self._tier.history.find(rest[::step])
+        if known.any():
+            # A chain was computed from its first block on: one before a known one was lost too,
+            # although it is not looked at, or forgotten.
+            places = step * np.flatnonzero(known)
+            following = places[np.searchsorted(places, np.arange(places[-1] + 1))] // step
+            reasons[num_there : num_there + len(following)] = known[following]
+            ago = self._tier.num_evicted - int(times[following[0]])
+            factor = round(1 + ago / max(1, self._tier.max_contents), 2)
+        other = self._is_under_other_key(request, first)
+        if other and reasons[0] == MissReason.UNSEEN:
+            reasons[reasons == MissReason.UNSEEN] = MissReason.OTHER_KEY
+        return reasons, factor
+
+    def _num_there(self, request: "Request", missing: Sequence[BlockHash], first: int) -> int:
+        """Blocks of ``missing``, the request's from ``first`` on, that device or tier have although
+        they are in no hit: other groups lack theirs; or, without a chain, the window does not end
+        where a hit may end."""
+        table = self._managers[self._group].req_to_blocks.get(request.request_id, [])
+        end = self._groups.key_ends[self._group]
+
+        def is_there(place: int) -> bool:
+            key = missing[place] + end
+            if self._tier.has(key):
+                return True
+            # Of its own new blocks vLLM has entered the keys already.
+            own = self._groups.sub_blocks(table, first + place, first + place + 1)
+            return any(b not in own for b in block_pool.blocks_with(self._device_pool, [key]))
+
+        places = range(len(missing))
+        if self._group in self._groups.chained_ids:
+            return sum(1 for _ in takewhile(is_there, places))
+        return max((place + 1 for place in places if is_there(place)), default=0)
+
+    def _is_under_other_key(self, request: "Request", first: int) -> bool:
+        """Whether block ``first`` is known with the same tokens and another hash. Only a prompt's
+        first block, and those with the start of an image, are compared: there hashes part."""
+        size, tokens = self._groups.hash_block_size, request.prompt_token_ids
+        if tokens is None:
+            return False
+        hashes = request.block_hashes
+        starts = {0, *(feature.mm_position.offset // size for feature in request.mm_features)}
+        is_other = False
+        for index in starts:
+            if index >= len(hashes):
+                continue
+            parent = hashes[index - 1] if index else b""
+            fingerprint = hash((parent, *tokens[index * size : (index + 1) * size]))
+            known = self._hash_of.get(fingerprint)
+            if known is not None and known != hashes[index]:
+                is_other |= index * size // self._block_size == first
+            self._hash_of[fingerprint] = hashes[index]
+            self._hash_of.move_to_end(fingerprint)
+        while len(self._hash_of) > _MAX_KNOWN_TOKENS:
+            self._hash_of.popitem(last=False)
+        return is_other
+
+
+def report(record: PromptRecord) -> Mapping[str, Any]:
+    """What a reply says. It does not tell a client that another salt has the same tokens."""
+    reason = record.reason
+    if reason is MissReason.OTHER_KEY:
+        reason = MissReason.UNSEEN
+    first: dict[str, Any] = {"token": record.num_found, "reason": reason.label}
+    if record.factor is not None:
+        first["host_memory_factor"] = record.factor
+    sources = {
+        "device": record.device,
+        "host": record.host,
+        "second_tier": record.second_tier,
+        "compute": sum(record.missed.values()),
+    }
+    return {"prompt_tokens": sources, "first_missing": first}

@@ -1,0 +1,1 @@
+"""How much host memory: what caches of other sizes would find."""

@@ -1,0 +1,59 @@
+"""vLLM's planning rules of GPUs, for vLLM's CPU build.
+
+That build plans for CPUs: larger blocks, no sparse attention, no prefix cache beside MLA. Here it
+takes vLLM's rules for all platforms, and the layouts of the attention backends that Hopper GPUs
+get, without their kernels.
+"""
+
+import os
+from typing import Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+
+from simple_offload.sizing.absent import Absent
+
+
+class Attention(FlashAttentionBackend):
+    """Keys and values."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Absent
+
+
+class LatentAttention(FlashMLABackend):
+    """Latents."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Absent
+
+
+class SparseLatentAttention(FlashMLASparseBackend):
+    """Latents, of which an index selects some."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Absent
+
+
+def apply() -> None:
+    """Change vLLM's CPU platform in this process."""
+    os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # a kernel, whose compiler this build lacks
+    torch.cuda.Stream = torch.cuda.Event = Absent  # type: ignore[assignment,misc]
+    rules: Any = CpuPlatform
+    for name in ("check_and_update_config", "update_block_size_for_backend"):
+        setattr(rules, name, classmethod(getattr(Platform, name).__func__))
+    rules.get_attn_backend_cls = classmethod(_choose)
+
+
+def _choose(*_: object, attn_selector_config: Any, **__: object) -> str:
+    chosen: type = Attention
+    if attn_selector_config.use_mla:
+        chosen = SparseLatentAttention if attn_selector_config.use_sparse else LatentAttention
+    return f"{__name__}.{chosen.__name__}"

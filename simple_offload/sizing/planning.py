@@ -1,0 +1,182 @@
+"""Plans a model's KV cache as vLLM's engine does, without weights and without a device.
+
+That is done by a process of its own, ``python -m simple_offload.sizing.planning OPTIONS FILE``:
+the model's layers are made on torch's meta device, and vLLM's layers of experts, which have no KV
+and look for kernels of the device, are replaced. OPTIONS is a JSON object with the arguments of
+``plan_model``; FILE receives the plan, or the reason why there is none.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import (
+    get_kv_cache_quant_algo_string,
+    set_default_torch_dtype,
+)
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+from simple_offload import vllm_compat
+from simple_offload.replicas import Replicas
+from simple_offload.sizing.absent import NoExperts, ZeroValues
+
+_ROOM = 2**62
+"""Bytes for the KV cache. So many blocks fit that their size follows from their number."""
+
+
+def plan(
+    config: str, tensor_parallel_size: int, kv_cache_dtype: str, block_size: int | None
+) -> dict[str, Any]:
+    """The fields of ModelBytes, as JSON has them. Raises what vLLM raises."""
+    given = json.loads(Path(config).read_text(encoding="utf-8"))
+    # Weights decide nothing here, and their quantization may need kernels that this machine lacks.
+    quantization = given.pop("quantization_config", None)
+    if quantization and kv_cache_dtype == "auto":
+        kv_cache_dtype = get_kv_cache_quant_algo_string(quantization) or "auto"
+    platform = current_platform.device_type
+    if platform == "cpu":
+        from simple_offload.sizing import gpu_rules  # not every build can import it
+
+        gpu_rules.apply()
+        platform = "cuda"
+    _import_models(given["architectures"])
+    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(given))
+        for file in Path(config).resolve().parent.glob("*.py"):
+            (Path(folder) / file.name).symlink_to(file)
+        vllm_config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            language_model_only=True,
+            load_format="dummy",
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
+            kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+            block_size=block_size,
+        ).create_engine_config()
+        planned = _plan(vllm_config)
+    replicas = Replicas.find(vllm_config, planned)
+    num_pools = tensor_parallel_size // replicas.count
+    groups = []
+    for group in planned.prefix_cacheable_group_ids:
+        described = planned.kv_cache_groups[group]
+        (spec, *_) = iter_layer_specs(described.kv_cache_spec)
+        copies = num_pools * (replicas.count if group in replicas.private_groups else 1)
+        kind, num_blocks = _boundary(spec)
+        groups.append((kind, len(described.layer_names), spec.block_size, num_blocks, copies))
+    return {
+        "architecture": vllm_config.model_config.architecture,
+        "platform": platform,
+        "num_ranks": tensor_parallel_size,
+        "num_sharing": replicas.count,
+        "block_bytes": _ROOM // planned.num_blocks,
+        "groups": groups,
+    }
+
+
+def _import_models(architectures: list[str]) -> None:
+    """Import the models' classes here. vLLM would do so in a process of its own, and hide what that
+    one raises."""
+    fused_moe.FusedMoEFactory = NoExperts  # type: ignore[assignment]
+    for name in architectures:
+        if registered := ModelRegistry.models.get(name):
+            ModelRegistry.register_model(name, registered.load_model_cls())
+
+
+def _plan(vllm_config: VllmConfig) -> KVCacheConfig:
+    """In the order of vLLM's engine: model, block size, specs, layout, groups."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    with set_current_vllm_config(vllm_config), _one_rank(num_ranks):
+        model_config = vllm_config.model_config
+        assert isinstance(model_config.dtype, torch.dtype)
+        with set_default_torch_dtype(model_config.dtype), torch.device("meta"), ZeroValues():
+            initialize_model(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        register_all_kvcache_specs(vllm_config)  # type: ignore[no-untyped-call]
+        specs = get_kv_cache_spec(vllm_config)
+        if not specs:
+            raise ValueError("the model has no KV cache")
+        backends = get_current_attn_backends(vllm_config)
+        layouts = [each.name for each in get_supported_kv_cache_layouts(backends)]
+        layout = resolve_kv_cache_layout(vllm_config, [layouts], list(specs.values()))
+        vllm_config.cache_config.kv_cache_layout = layout.name
+        return vllm_compat.plan_kv_cache(vllm_config, specs, _ROOM)
+
+
+@contextmanager
+def _one_rank(num_ranks: int) -> Iterator[None]:
+    """Be the first of ``num_ranks`` tensor parallel ranks, without the others."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    try:
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.init_distributed_environment(1, 0, "", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
+        parallel_state.get_tp_group().world_size = num_ranks
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()  # type: ignore[no-untyped-call]
+        parallel_state.destroy_distributed_environment()  # type: ignore[no-untyped-call]
+
+
+def _boundary(spec: KVCacheSpec) -> tuple[str, int]:
+    """The kind of a group, and the blocks that a hit needs at its end."""
+    if isinstance(spec, MambaSpec):
+        return "state", 1
+    if isinstance(spec, SlidingWindowSpec):
+        # SlidingWindowManager: the next token's window has itself and those before it.
+        return "window", -(-(spec.sliding_window - 1) // spec.block_size)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunk", -(-spec.attention_chunk_size // spec.block_size)
+    return "chain", 0
+
+
+def main(argv: list[str]) -> None:
+    """Plan, and write the answer."""
+    answer = Path(argv[1])
+    options: Mapping[str, Any] = json.loads(argv[0])
+    try:
+        answer.write_text(json.dumps(plan(**options)))
+    except Exception as error:  # noqa: BLE001 - a model's code may raise every kind
+        answer.write_text(json.dumps(_reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    details = getattr(error, "errors", None)  # pydantic's, whose text repeats the arguments
+    text = details()[0]["msg"] if callable(details) else f"{type(error).__name__}: {error}"
+    return " ".join(text.removeprefix("Value error, ").split())
+
+
+if __name__ == "__main__":
+    # Imports make millions of objects that stay. To look for garbage takes a third of their time.
+    gc.disable()
+    main(sys.argv[1:])

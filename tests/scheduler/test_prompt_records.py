@@ -1,0 +1,161 @@
+"""Each prompt token that is computed has a reason, and each token is counted once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from simple_offload import metrics
+from simple_offload.miss_reason import MissReason
+from simple_offload.scheduler.tier.history import History
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+
+THREE = prompt(13)
+"""Three blocks, and a token that is always computed."""
+REPORT = {"report": True}
+SMALL = {"num_device_blocks": 12, "num_host_blocks": 100}
+"""A device that two other prompts fill."""
+
+
+def counts(driver: Driver) -> dict[str, int]:
+    """Computed tokens by reason, as metrics have them."""
+    found = {
+        each.label: driver.world.ledger(metrics.MISSED_TOKENS, each.label) for each in MissReason
+    }
+    return {label: int(count) for label, count in found.items() if count}
+
+
+def missed(driver: Driver, name: str, tokens: Sequence[int], **options: Any) -> dict[str, int]:
+    """Serve a request. Returns its computed tokens by reason."""
+    before = counts(driver)
+    driver.serve(name, list(tokens), **options)
+    after = counts(driver)
+    changes = {label: count - before.get(label, 0) for label, count in after.items()}
+    return {label: count for label, count in changes.items() if count}
+
+
+def test_a_new_prompt_and_its_end(drive: MakeDriver) -> None:
+    driver = drive()
+    assert missed(driver, "new", THREE, wishes=REPORT) == {"unseen": 12, "prompt_end": 1}
+    assert missed(driver, "longer", [*THREE, *prompt(8, 1)]) == {"unseen": 8, "prompt_end": 1}
+    assert missed(driver, "again", THREE, wishes=REPORT) == {"prompt_end": 1}
+    assert driver.world.first_missing["new"] == {"token": 0, "reason": "unseen"}
+    assert driver.world.first_missing["again"] == {"token": 12, "reason": "prompt_end"}
+    assert driver.world.ledger.samples(metrics.UNSEEN_FROM) == [0, 12]
+    sources = {s: driver.world.ledger(metrics.PROMPT_TOKENS, s) for s in ("device", "host")}
+    assert sources == {"device": 24, "host": 0}
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_contents_that_the_tier_has_evicted(drive: MakeDriver, lazy: bool | None) -> None:
+    """And how large it would have had to be: about twice as large for as many newer blocks."""
+    driver = drive(**SMALL | {"num_host_blocks": 9}, lazy=lazy)
+    driver.serve("first", THREE)
+    driver.fill(6)
+    assert missed(driver, "again", THREE, wishes=REPORT) == {"evicted": 12, "prompt_end": 1}
+    first = driver.world.first_missing["again"]
+    assert (first["token"], first["reason"]) == (0, "evicted")
+    assert 1 < first["host_memory_factor"] < 5
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_contents_whose_copy_failed(drive: MakeDriver, lazy: bool | None) -> None:
+    driver = drive(**SMALL, lazy=lazy)
+    driver.start("first", THREE)
+    for family in range(50, 52):
+        driver.start(f"fill {family}", prompt(21, family))
+    driver.step_until(lambda: driver.pending(STORE))
+    while driver.pending(STORE):
+        driver.copy(STORE, fail=True)
+        driver.step()
+    driver.run()
+    driver.fill(3)
+    assert missed(driver, "again", THREE)["not_stored"] == 12
+
+
+@pytest.mark.parametrize("lazy", [None, False])
+@pytest.mark.parametrize("wishes", [None, {"store": False}])
+def test_contents_that_were_not_to_be_stored(
+    drive: MakeDriver, lazy: bool | None, wishes: Any
+) -> None:
+    driver = drive(**SMALL, lazy=lazy, store_threshold=2 if wishes is None else 1)
+    driver.serve("first", THREE, wishes=wishes)
+    driver.fill(3)
+    reason = "wish" if wishes else "below_threshold"
+    assert missed(driver, "again", THREE) == {reason: 12, "prompt_end": 1}
+
+
+def test_a_reset(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.serve("first", THREE)
+    assert driver.world.reset(tier=True)
+    assert missed(driver, "again", THREE) == {"reset": 12, "prompt_end": 1}
+
+
+def test_a_load_that_fails_is_not_found(drive: MakeDriver) -> None:
+    driver = drive(num_host_blocks=100)
+    driver.serve("first", THREE)
+    driver.empty_device_cache()
+    before = counts(driver)
+    driver.start("loads", THREE, wishes=REPORT)
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.run()
+    assert counts(driver) == before | {"load_failed": 12, "prompt_end": 2}
+    assert driver.world.first_missing["loads"] == {"token": 0, "reason": "load_failed"}
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 0
+    assert driver.world.ledger(metrics.LOOKUPS, "hit") == 0
+
+
+def test_a_hit_that_the_device_has_no_room_for(drive: MakeDriver) -> None:
+    """vLLM keeps some blocks free beside a load, for drafts. Here a prompt has room without."""
+    driver = drive(
+        num_drafted=7, num_device_blocks=15, max_model_len=55, num_host_blocks=100, lazy=False
+    )
+    driver.serve("first", prompt(53))
+    driver.empty_device_cache()
+    found = missed(driver, "second", prompt(53), wishes=REPORT)
+    assert found == {"no_room": 52, "prompt_end": 1}
+    assert driver.world.first_missing["second"] == {"token": 0, "reason": "no_room"}
+
+
+def test_a_window_that_is_missing(drive: MakeDriver) -> None:
+    """The attention blocks of the shorter prompt are there, and not the window at its end."""
+    driver = drive(windows=(0, 8))
+    driver.serve("first", prompt(41))
+    assert missed(driver, "shorter", [*prompt(20), 96])["boundary"] > 0
+
+
+def test_the_same_tokens_with_another_salt(drive: MakeDriver) -> None:
+    """Metrics tell. A reply would tell a client what others have sent."""
+    driver = drive()
+    driver.serve("first", THREE, salt="a")
+    found = missed(driver, "again", THREE, salt="b", wishes=REPORT)
+    assert found == {"other_key": 12, "prompt_end": 1}
+    assert driver.world.first_missing["again"] == {"token": 0, "reason": "unseen"}
+
+
+def test_a_request_that_skips_the_caches(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.serve("first", THREE)
+    before = counts(driver)
+    driver.start("skips", THREE).skip_reading_prefix_cache = True
+    driver.run()
+    assert counts(driver) == before | {"not_asked": 13}
+    assert driver.world.ledger(metrics.LOOKUPS) == 1
+
+
+def test_history_keeps_the_last_reason_and_forgets_the_oldest() -> None:
+    history = History()
+    keys = [index.to_bytes(4, "big") * 9 for index in _shuffled(200_000)]
+    history.note(MissReason.EVICTED, keys[:1000], now=1)
+    history.note(MissReason.RESET, keys[:500], now=2)
+    reasons, times = history.find(keys[:1001])
+    assert reasons.tolist() == [MissReason.RESET] * 500 + [MissReason.EVICTED] * 500 + [0]
+    assert times[:1000].tolist() == [2] * 500 + [1] * 500
+
+
+def _shuffled(count: int) -> list[int]:
+    """Numbers whose bits look like those of hashes."""
+    return [index * 2654435761 % 2**32 for index in range(1, count + 1)]
