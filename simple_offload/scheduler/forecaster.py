@@ -15,7 +15,7 @@ from simple_offload.sizing.forecast import FACTORS, Caches, predicted_hit_ratios
 
 logger = get_logger(__name__)
 
-_SECONDS_PER_METRIC = 2.0
+_SECONDS_PER_METRIC = 5.0
 _SECONDS_PER_LOG = 600.0
 _NUM_LOOKED_AT = 512
 """Host blocks whose groups are looked at, to know how many a prefix takes."""

@@ -1,12 +1,13 @@
 """PromptRecords: where the tokens of each request's prompt came from."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -16,7 +17,7 @@ from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.forecaster import Forecaster
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups, make_keys
 from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 _MAX_KNOWN_TOKENS = 65_536
 """Blocks whose tokens are remembered without their salt, adapter or image: some 10 MiB."""
-_NUM_PROBED = 32
-"""Missing blocks of a prompt that are looked for in the history first. If it knows none of them, it
-knows none behind them."""
+_NUM_PROBED = 4
+"""Missing blocks, the first ones, and as many among the others, that are looked for in the history
+first. If it knows none of them, it knows none: it has one in four of an evicted chain."""
+_LABELS = {reason: reason.label for reason in MissReason}
 _MOST_LOOKED_AT = 512
 """Missing blocks of a prompt that are looked for in the history. Of more, one in so many."""
 
@@ -102,7 +104,7 @@ class PromptRecords:
         """Since the last step, requests with new records, and their ``_refused``."""
         self._refused: dict[str, int] = {}
         """By request, the end of a hit for whose load there was no room, in tokens."""
-        self._hash_of: OrderedDict[int, BlockHash] = OrderedDict()
+        self._hash_of: dict[int, BlockHash] = {}
         """By tokens of a block, and all before them: its hash, which has further keys in it."""
 
     # What happens to a request
@@ -208,7 +210,7 @@ class PromptRecords:
     def _count_missed(self, missed: Mapping[MissReason, int]) -> None:
         self._meter.add(metrics.PROMPT_TOKENS, sum(missed.values()), "compute")
         for reason, count in missed.items():
-            self._meter.add(metrics.MISSED_TOKENS, count, reason.label)
+            self._meter.add(metrics.MISSED_TOKENS, count, _LABELS[reason])
 
     def _explain(self, request: "Request", record: PromptRecord, refused: int) -> None:
         """Give each token of the prompt that was not found a reason. ``refused``: the end of a hit
@@ -217,88 +219,90 @@ class PromptRecords:
         hashes = self._hashes(request)
         # A drafter's last block, and all behind a whole block, can be in no hit.
         stop = min(self._groups.next_hit(num_tokens - 1), len(hashes) * size)
-        record.reason = MissReason.PROMPT_END
-        first = found // size
-        if missing := hashes[first : stop // size]:
-            reasons, factor = self._reasons(request, missing, first)
-            sizes = np.full(len(missing), size)
-            sizes[0] -= found - first * size
-            reasons[found + np.cumsum(sizes) <= refused] = MissReason.NO_ROOM
-            for code in np.unique(reasons).tolist():
-                record.missed[MissReason(code)] = int(sizes[reasons == code].sum())
-            record.reason = MissReason(int(reasons[0]))
-            record.factor = factor if record.reason is MissReason.EVICTED else None
-        rest = num_tokens - found - sum(record.missed.values())
-        record.missed[MissReason.PROMPT_END] = rest
-
-    def _reasons(
-        self, request: "Request", missing: Sequence[BlockHash], first: int
-    ) -> tuple[Any, float | None]:
-        """By missing block, from the request's block ``first`` on, its reason; and, if the first
-        one was evicted, the factor."""
-        num_there = 0 if self._groups.is_one_chain else self._num_there(request, missing, first)
-        reasons = np.full(len(missing), MissReason.UNSEEN, np.uint8)
+        first, last = found // size, stop // size
+        num_blocks = last - first
+        if num_blocks <= 0:
+            record.miss(MissReason.PROMPT_END, num_tokens - found)
+            return
+        record.missed[MissReason.PROMPT_END] = num_tokens - last * size
+        unseen = MissReason.UNSEEN
+        if self._is_under_other_key(request, first):
+            unseen = MissReason.OTHER_KEY
+        num_there = 0 if self._groups.is_one_chain else self._num_there(request, first, last)
+        probed = [*hashes[first : min(last, first + _NUM_PROBED)]]
+        if num_blocks > _NUM_PROBED:
+            probed += hashes[first + _NUM_PROBED : last : cdiv(num_blocks, _NUM_PROBED)]
+        keys = make_keys(probed, self._groups.key_ends[self._group])
+        is_chained = self._group in self._groups.chained_ids
+        if is_chained and not (num_there or refused or self._tier.history.knows(keys)):
+            record.miss(unseen, last * size - found)
+            return
+        reasons = np.full(num_blocks, unseen, np.uint8)
         reasons[:num_there] = MissReason.BOUNDARY
-        rest = missing[num_there:]
-        factor, step = None, 1
-        known, times = self._tier.history.find(rest[:_NUM_PROBED])
-        if known.any() and len(rest) > _NUM_PROBED:
-            step = cdiv(len(rest), _MOST_LOOKED_AT)
-            known, times = self._tier.history.find(rest[::step])
-        if known.any():
-            # A chain was computed from its first block on: one before a known one was lost too,
-            # although it is not looked at, or forgotten.
-            places = step * np.flatnonzero(known)
-            following = places[np.searchsorted(places, np.arange(places[-1] + 1))] // step
-            reasons[num_there : num_there + len(following)] = known[following]
-            ago = self._tier.num_evicted - int(times[following[0]])
-            factor = round(1 + ago / max(1, self._tier.max_contents), 2)
-        other = self._is_under_other_key(request, first)
-        if other and reasons[0] == MissReason.UNSEEN:
-            reasons[reasons == MissReason.UNSEEN] = MissReason.OTHER_KEY
-        return reasons, factor
+        factor = self._look_up(hashes[first + num_there : last], reasons[num_there:])
+        sizes = np.full(num_blocks, size)
+        sizes[0] -= found - first * size
+        reasons[found + np.cumsum(sizes) <= refused] = MissReason.NO_ROOM
+        for code in np.unique(reasons).tolist():
+            record.missed[MissReason(code)] = int(sizes[reasons == code].sum())
+        record.reason = MissReason(int(reasons[0]))
+        record.factor = factor if record.reason is MissReason.EVICTED else None
 
-    def _num_there(self, request: "Request", missing: Sequence[BlockHash], first: int) -> int:
-        """Blocks of ``missing``, the request's from ``first`` on, that device or tier have although
+    def _look_up(self, missing: Sequence[BlockHash], reasons: NDArray[np.uint8]) -> float | None:
+        """Write the history's reasons for ``missing`` blocks into ``reasons``. Returns how much
+        host memory would have kept the first one, over today's, if that was evicted."""
+        step = cdiv(len(missing), _MOST_LOOKED_AT) or 1
+        keys = make_keys(missing[::step], self._groups.key_ends[self._group])
+        known, times = self._tier.history.find(keys)
+        if not known.any():
+            return None
+        # A chain was computed from its first block on: one before a known one was lost too,
+        # although it is not looked at, or forgotten.
+        places = step * np.flatnonzero(known)
+        following = places[np.searchsorted(places, np.arange(places[-1] + 1))] // step
+        reasons[: len(following)] = known[following]
+        ago = self._tier.num_evicted - int(times[following[0]])
+        return round(1 + ago / max(1, self._tier.max_contents), 2)
+
+    def _num_there(self, request: "Request", first: int, last: int) -> int:
+        """Of the request's blocks ``first`` to ``last``, those that device or tier have although
         they are in no hit: other groups lack theirs; or, without a chain, the window does not end
         where a hit may end."""
+        hashes, end = self._hashes(request), self._groups.key_ends[self._group]
         table = self._managers[self._group].req_to_blocks.get(request.request_id, [])
-        end = self._groups.key_ends[self._group]
 
         def is_there(place: int) -> bool:
-            key = missing[place] + end
+            key = hashes[place] + end
             if self._tier.has(key):
                 return True
             # Of its own new blocks vLLM has entered the keys already.
-            own = self._groups.sub_blocks(table, first + place, first + place + 1)
+            own = self._groups.sub_blocks(table, place, place + 1)
             return any(b not in own for b in block_pool.blocks_with(self._device_pool, [key]))
 
-        places = range(len(missing))
+        places = range(first, last)
         if self._group in self._groups.chained_ids:
             return sum(1 for _ in takewhile(is_there, places))
-        return max((place + 1 for place in places if is_there(place)), default=0)
+        return max((place + 1 - first for place in places if is_there(place)), default=0)
 
     def _is_under_other_key(self, request: "Request", first: int) -> bool:
         """Whether block ``first`` is known with the same tokens and another hash. Only a prompt's
         first block, and those with the start of an image, are compared: there hashes part."""
-        size, tokens = self._groups.hash_block_size, request.prompt_token_ids
-        if tokens is None:
+        features, tokens = request.mm_features, request.prompt_token_ids
+        if tokens is None or (first and not features):
             return False
-        hashes = request.block_hashes
-        starts = {0, *(feature.mm_position.offset // size for feature in request.mm_features)}
+        size, hashes = self._groups.hash_block_size, request.block_hashes
         is_other = False
-        for index in starts:
-            if index >= len(hashes):
+        for index in {0, *(feature.mm_position.offset // size for feature in features)}:
+            if index * size // self._block_size < first or index >= len(hashes):
                 continue
             parent = hashes[index - 1] if index else b""
             fingerprint = hash((parent, *tokens[index * size : (index + 1) * size]))
-            known = self._hash_of.get(fingerprint)
+            known = self._hash_of.pop(fingerprint, None)
             if known is not None and known != hashes[index]:
                 is_other |= index * size // self._block_size == first
             self._hash_of[fingerprint] = hashes[index]
-            self._hash_of.move_to_end(fingerprint)
         while len(self._hash_of) > _MAX_KNOWN_TOKENS:
-            self._hash_of.popitem(last=False)
+            del self._hash_of[next(iter(self._hash_of))]
         return is_other
 
 

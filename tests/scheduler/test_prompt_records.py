@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from simple_offload import metrics
@@ -146,16 +147,32 @@ def test_a_request_that_skips_the_caches(drive: MakeDriver) -> None:
     assert driver.world.ledger(metrics.LOOKUPS) == 1
 
 
-def test_history_keeps_the_last_reason_and_forgets_the_oldest() -> None:
+def test_history_keeps_the_last_reason() -> None:
+    """Of the recent ones, and of those in its table."""
+    history, keys = History(), _keys(3000)
+    history.note(MissReason.EVICTED, keys[:20], now=1)
+    history.note(MissReason.RESET, keys[:10], now=2)
+    for _ in range(2):
+        assert history.knows(keys[19:21])
+        assert not history.knows(keys[20:30])
+        reasons, times = history.find(keys[:21])
+        assert reasons.tolist() == [MissReason.RESET] * 10 + [MissReason.EVICTED] * 10 + [0]
+        assert times[:20].tolist() == [2] * 10 + [1] * 10
+        history.note(MissReason.WISH, keys[30:])
+
+
+def test_history_forgets_the_oldest() -> None:
+    """A table of 2^19 entries: of a million, the last hundred thousand are known."""
     history = History()
-    keys = [index.to_bytes(4, "big") * 9 for index in _shuffled(200_000)]
-    history.note(MissReason.EVICTED, keys[:1000], now=1)
-    history.note(MissReason.RESET, keys[:500], now=2)
-    reasons, times = history.find(keys[:1001])
-    assert reasons.tolist() == [MissReason.RESET] * 500 + [MissReason.EVICTED] * 500 + [0]
-    assert times[:1000].tolist() == [2] * 500 + [1] * 500
+    keys = _keys(1_000_000)
+    for first in range(0, len(keys), 10_000):
+        history.note(MissReason.EVICTED, keys[first : first + 10_000])
+    newest, _ = history.find(keys[-100_000:])
+    oldest, _ = history.find(keys[:100_000])
+    assert (newest > 0).mean() > 0.97
+    assert (oldest > 0).mean() < 0.2
 
 
-def _shuffled(count: int) -> list[int]:
-    """Numbers whose bits look like those of hashes."""
-    return [index * 2654435761 % 2**32 for index in range(1, count + 1)]
+def _keys(count: int) -> list[bytes]:
+    """Keys whose bits look like those of hashes."""
+    return [row.tobytes() for row in np.random.default_rng(0).integers(0, 2**63, (count, 4))]

@@ -70,7 +70,7 @@ class Attribution:
 
     def check(self, counted: Ledger) -> None:
         """At rest: the counts are those of all requests that have ended."""
-        limit = 2 + self._num_ended // 50
+        limit = 3 + self._num_ended // 20
         assert self._num_unexplained <= limit, f"{self._num_unexplained} misses not explained"
         for source, count in self.tokens.items():
             assert counted(metrics.PROMPT_TOKENS, source) == count, f"prompt tokens of {source}"
@@ -104,9 +104,9 @@ class Attribution:
         index = num_found // groups.block_sizes[group]
         stop = groups.next_hit(request.num_prompt_tokens - 1) // groups.block_sizes[group]
         missing = groups.hashes(request.block_hashes, group)[index:stop]
-        # Without attention over all tokens, blocks before a window may never have had a hash.
-        # Of a host block of several, the device may have had the last part only.
-        is_known = groups.num_sub_blocks == 1
+        # Of a host block of several, the device may have had the last part only. Without attention
+        # over all tokens, blocks before a window may never have had a hash.
+        is_known = groups.num_sub_blocks == 1 and group in groups.chained_ids
         return any(each in self._ever for each in missing) if missing and is_known else None
 
     def _watch_lost(self, on_lost: Any, request_id: str, reason: MissReason) -> None:

@@ -33,6 +33,9 @@ from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
 
+_NOTED = 4
+"""One in so many evicted blocks of chains is noted for those that ask for them again."""
+
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
@@ -211,7 +214,9 @@ class CpuTier:
         whose id is in ``keep``."""
         blocks, duplicates, others = self._order.evict(count, keep)
         if duplicates or others:
-            self.history.note(MissReason.EVICTED, others, self._order.num_evicted)
+            # A chain leaves from its end. What was lost before one that is noted is known to be.
+            noted = others[::_NOTED] if self._groups.all_chained else others
+            self.history.note(MissReason.EVICTED, noted, self._order.num_evicted)
             self._on_lost(copy=len(duplicates), lru=len(others))
         return blocks
 

@@ -1,26 +1,28 @@
 """History: why the caches have lost contents."""
 
+import sys
 from collections.abc import Collection, Sequence
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simple_offload.miss_reason import MissReason
 
-_NUM_BUCKETS = 1 << 18
+_NUM_BUCKETS = 1 << 16
 _BUCKET_SIZE = 8
-_MAX_WAITING = 1024
+_MAX_RECENT = 256
 """Keys that wait to be entered. numpy takes about as long for hundreds as for one."""
 
 Numbers = NDArray[np.unsignedinteger]
 
 
 class History:
-    """By block hash, the last reason for which contents were lost, or not stored, and when.
+    """By key, the last reason for which contents were lost, or not stored, and when.
 
-    A hash table of 2^21 entries, 18 MiB. Entries enter at a place of their bucket after the other,
-    so that the oldest makes room. Of two keys that enter one bucket at the same time, about one in
-    500, the first is forgotten.
+    The last ones are in a dict, and the others in a hash table of 2^19 entries, 4.5 MiB. Entries
+    enter at a place of their bucket after the other, so that the oldest makes room. Of two keys
+    that enter one bucket at the same time, about one in 500, the first is forgotten.
     """
 
     def __init__(self) -> None:
@@ -31,50 +33,53 @@ class History:
         self._times = np.zeros(shape, np.uint32)
         self._num_entered = np.zeros(_NUM_BUCKETS, np.uint8)
         """By bucket, modulo 256."""
-        self._waiting: list[tuple[Collection[bytes], MissReason, int]] = []
-        self._num_waiting = 0
+        self._recent: dict[bytes, tuple[MissReason, int]] = {}
 
     def note(self, reason: MissReason, keys: Collection[bytes], now: int = 0) -> None:
-        """Contents with ``keys`` (block hashes, whatever stands behind them) are lost for
-        ``reason``. ``now``: what ``find`` returns as their time. ``keys`` must not change later."""
-        if keys:
-            self._waiting.append((keys, reason, now))
-            self._num_waiting += len(keys)
-            if self._num_waiting > _MAX_WAITING:
-                self._enter()
+        """Contents with ``keys`` are lost for ``reason``. ``now``: what ``find`` returns as their
+        time."""
+        self._recent.update(zip(keys, repeat((reason, now))))
+        if len(self._recent) > _MAX_RECENT:
+            self._enter()
 
-    def find(self, block_hashes: Sequence[bytes]) -> tuple[Numbers, Numbers]:
-        """By block hash, the last reason, UNSEEN if there is none, and its time."""
+    def knows(self, keys: Sequence[bytes]) -> bool:
+        """Whether there is a reason for one of a few keys."""
+        if not self._recent.keys().isdisjoint(keys):
+            return True
+        tags = self._tags
+        for key in keys:
+            word = int.from_bytes(key[:8], sys.byteorder)
+            if word >> 32 in tags[word % _NUM_BUCKETS].tolist():
+                return True
+        return False
+
+    def find(self, keys: Sequence[bytes]) -> tuple[Numbers, Numbers]:
+        """By key, the last reason, UNSEEN if there is none, and its time."""
         self._enter()
-        buckets, tags = _places(block_hashes)
-        of_bucket = self._tags[buckets]
+        buckets, tags = _places(keys)
         ages = (self._num_entered[buckets, None] - 1 - np.arange(_BUCKET_SIZE)) % _BUCKET_SIZE
-        ages = np.where(of_bucket == tags[:, None], ages, _BUCKET_SIZE)
+        ages = np.where(self._tags[buckets] == tags[:, None], ages, _BUCKET_SIZE)
         newest = ages.argmin(axis=1)
         is_known = ages.min(axis=1) < _BUCKET_SIZE
         reasons = np.where(is_known, self._reasons[buckets, newest], np.uint8(MissReason.UNSEEN))
         return reasons, self._times[buckets, newest]
 
     def _enter(self) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        self._num_waiting = 0
-        buckets, tags = _places([key for keys, _, _ in waiting for key in keys])
-        counts = [len(keys) for keys, _, _ in waiting]
-        reasons = np.repeat([reason for _, reason, _ in waiting], counts)
-        times = np.repeat([now for _, _, now in waiting], counts)
-        for first in range(0, len(tags), _MAX_WAITING):
-            part = slice(first, first + _MAX_WAITING)
+        """Move the last ones into the table."""
+        recent, self._recent = self._recent, {}
+        buckets, tags = _places(list(recent))
+        values = np.array(list(recent.values()), np.int64).reshape(-1, 2)
+        for first in range(0, len(tags), _MAX_RECENT):
+            part = slice(first, first + _MAX_RECENT)
             into = buckets[part]
             places = self._num_entered[into] % _BUCKET_SIZE
             self._tags[into, places] = tags[part]
-            self._reasons[into, places] = reasons[part]
-            self._times[into, places] = times[part]
+            self._reasons[into, places] = values[part, 0]
+            self._times[into, places] = values[part, 1] & 0xFFFFFFFF
             self._num_entered[into] += 1
 
 
-def _places(keys: Collection[bytes]) -> tuple[Numbers, Numbers]:
+def _places(keys: Sequence[bytes]) -> tuple[Numbers, Numbers]:
     """By key, its bucket and its tag there: leading bits of the hash."""
     if not keys:
         return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
