@@ -1,6 +1,7 @@
 """A ``vllm serve`` process for as long as a block runs, and its HTTP endpoints."""
 
 import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -223,10 +224,11 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of this host on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host on which no process listens. It is below those that the kernel gives
+    away by itself (from 32,768 on): another process would get such a one before it is used."""
+    while not is_free(port := 20_000 + secrets.randbelow(12_000)):
+        pass
+    return port
 
 
 def is_free(port: int) -> bool:
