@@ -259,7 +259,7 @@ def test_every_hook_takes_what_vllm_passes(interface: type) -> None:
 def test_every_public_method_is_a_hook() -> None:
     """A misspelled hook would never be called."""
     hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}
-    # 0.33 asks for the first by the class's name. The others are in the interfaces of 0.33 and 0.32.
+    # 0.33 asks for the first by the class's name. The others are in its interface, or in 0.32's.
     later = {"get_aligned_num_cpu_blocks", "unregister_kv_caches", "restore_kv_caches"}
     later.add("get_external_cache_hit_sources")
     assert set(public_names(SimpleCPUOffloadConnector)) - hooks <= later

@@ -56,9 +56,10 @@ def test_reasons(server: Server) -> None:
         reason: server.metric(metrics.MISSED_TOKENS, reason=reason) - before
         for reason, before in start.items()
     }
-    few = {"not_asked": 100, "other_key": 96, "wish": 96, "evicted": 96, "reset": 96}
+    few = {"not_asked": 100, "other_key": 96, "wish": 96, "reset": 96}
     assert {reason: counted[reason] for reason in few} == pytest.approx(few)
-    assert counted["unseen"] > 96
+    # One in four evicted blocks is noted: the end of a chain may count as unseen.
+    assert 32 <= counted["evicted"] <= 96 < counted["unseen"]
     computed = server.metric(metrics.PROMPT_TOKENS, source="compute")
     assert sum(server.metric(metrics.MISSED_TOKENS, reason=reason) for reason in start) == computed
 
