@@ -33,8 +33,9 @@ from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
 
-_NOTED = 4
-"""One in so many evicted blocks of chains is noted for those that ask for them again."""
+_FEW_EVICTED, _NOTED = 64, 4
+"""Of more evicted blocks of chains than that, one in so many is noted for those that ask for them
+again: a full tier evicts thousands for one prompt."""
 
 
 @contextmanager
@@ -215,7 +216,8 @@ class CpuTier:
         blocks, duplicates, others = self._order.evict(count, keep)
         if duplicates or others:
             # A chain leaves from its end. What was lost before one that is noted is known to be.
-            noted = others[::_NOTED] if self._groups.all_chained else others
+            is_exact = len(others) <= _FEW_EVICTED or not self._groups.all_chained
+            noted = others if is_exact else others[::_NOTED]
             self.history.note(MissReason.EVICTED, noted, self._order.num_evicted)
             self._on_lost(copy=len(duplicates), lru=len(others))
         return blocks
