@@ -65,4 +65,8 @@ def own_what_was_there(
 # Requests
 
 remember_wishes_for_ever = always(Wishbook, "forget", None, WISHES)
-report_nothing = always(OffloadScheduler, "_report", None, WISHES)
+
+
+@mutation(OffloadScheduler, "request_finished", WISHES)
+def report_nothing(finished: Any, self: OffloadScheduler, request: Any) -> tuple[bool, None]:
+    return finished(self, request)[0], None
