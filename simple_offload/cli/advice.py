@@ -9,7 +9,7 @@ from simple_offload.memory import GIB
 _WORTHWHILE = 0.03
 """Share of the prompt tokens. The predicted curve errs by as much."""
 _AS_MUCH = 0.01
-"""Share of the prompt tokens that nobody misses."""
+"""Share of the prompt tokens that is too small to matter."""
 _LOST = {
     "below_threshold": "came back before store_threshold requests had had them: a lower threshold "
     "finds them sooner.",
@@ -24,7 +24,7 @@ _LOST = {
     "prompt_end": "are ends of prompts, shorter than a block: a smaller --block-size finds more "
     "of them.",
     "reset": "were lost by resets: keep_on_device_reset keeps them, if the weights stay.",
-    "wish": "are missing because requests wished so (store, release).",
+    "wish": "are missing because requests wished so (store: false).",
 }
 """By reason, what follows "5% of the prompt tokens"."""
 _PARTS = {0.25: "A quarter", 0.5: "Half"}
@@ -108,7 +108,7 @@ def _saving(now: Scrape) -> str:
     enough = [times for times in ratios if ratios[times] >= ratios[1.0] - _AS_MUCH]
     times = min(enough)
     if times == 0:
-        return "Without host memory as much would be found: the device has it, or nobody has."
+        return "The device alone would find as much: host memory adds nothing to these prompts."
     if times in _PARTS:
         return f"{_PARTS[times]} of the host memory ({_memory(now, times)}) would find as much."
     return "The host memory fits: half of it would find less, and more of it hardly more."

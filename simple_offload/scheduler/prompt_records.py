@@ -31,7 +31,7 @@ _NUM_PROBED = 4
 first. If it knows none of them, it knows none: it has one in four of an evicted chain."""
 _LABELS = {reason: reason.label for reason in MissReason}
 _MOST_LOOKED_AT = 512
-"""Missing blocks of a prompt that are looked for in the history. Of more, one in so many."""
+"""Missing blocks of a prompt that are looked for in the history. More are sampled evenly."""
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ def test_more_memory_without_a_prediction() -> None:
     [
         (ratios(0.4, 0.5, 0.7, 0.7, 0.7, 0.7, 0.7), "Half of the host memory (32 GiB) would"),
         (ratios(0.4, 0.695, 0.7, 0.7, 0.7, 0.7, 0.7), "A quarter of the host memory (16 GiB)"),
-        (ratios(0.695, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7), "Without host memory as much would"),
+        (ratios(0.695, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7), "The device alone would find as much"),
     ],
 )
 def test_less_memory(curve: dict[float, float], text: str) -> None:

@@ -64,6 +64,7 @@ def test_gauges_of_the_tier(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=7)
     driver.serve("r", THREE)
     assert counted(metrics.CAPACITY) == 6
+    assert counted(metrics.HOST_BYTES) == 7 * driver.world.shape.block_bytes()
     assert counted(metrics.USED) == 3
     assert counted(metrics.PINNED) == 0
     driver.empty_device_cache()

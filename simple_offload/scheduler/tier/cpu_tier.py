@@ -34,8 +34,8 @@ from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
 
 _FEW_EVICTED, _NOTED = 64, 4
-"""Of more evicted blocks of chains than that, one in so many is noted for those that ask for them
-again: a full tier evicts thousands for one prompt."""
+"""If more blocks of chains are evicted at once, the history notes one in four: a full tier evicts
+thousands for one prompt."""
 
 
 @contextmanager
