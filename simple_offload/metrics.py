@@ -316,15 +316,17 @@ class Meter:
 
     def __init__(self) -> None:
         self._stats = OffloadStats()
-        self._counts: dict[tuple[str, ...], float] = {}
-        """(name, *labels) -> count. Cheaper than OffloadStats, since requests count here."""
+        self._counts: dict[str, dict[Labels, float]] = {}
+        """Of counters. They are OffloadStats' data, without a call, since requests count here."""
         self._gauges: dict[str, float] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Add ``value`` to a counter; 0 makes no payload."""
         if value:
-            series = (name, *labels)
-            self._counts[series] = self._counts.get(series, 0) + value
+            values = self._counts.get(name)
+            if values is None:
+                values = self._counts[name] = {}
+            values[labels] = values.get(labels, 0) + value
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
@@ -337,9 +339,10 @@ class Meter:
     def drain(self, gauges: Mapping[str, float] = {}) -> OffloadStats | None:
         """Return the counts since the last call, and all ``gauges`` if one has changed. None if
         both are empty."""
-        for (counter, *labels), value in self._counts.items():
-            self._stats.add(counter, value, *labels)
-        self._counts.clear()
+        if self._counts:
+            self._stats.data[_DATA].update(self._counts)
+            self._stats.data[_TYPES].update(dict.fromkeys(self._counts, "counter"))
+            self._counts = {}
         if gauges != self._gauges:
             self._gauges = dict(gauges)
             for name, value in gauges.items():

@@ -97,13 +97,17 @@ def _run_plays(
 def _run_sizes(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
     plan = results.plan
     for trace, memory in product(map(read_trace, plan.traces.files), plan.traces.memories):
-        sizes = Sizes(f"{trace.name}, {memory[0]:g}M / {memory[1]:g}M tokens")
-        results.sizes.append(sizes)
+        name = f"{trace.name}, {memory[0]:g}M / {memory[1]:g}M tokens"
+        by_contender: dict[str, Sizes] = {}
         for seed in range(plan.seed, plan.seed + plan.seeds):
-            step = f"sizes, {sizes.name}, seed {seed}"
+            step = f"sizes, {name}, seed {seed}"
             begin(step)
             once = partial(replay_sizes, trace=trace, plan=plan.traces, memory=memory, seed=seed)
-            sizes.runs += race.run(step, once, lambda each: each.name == PREDICTED).values()
+            for contender, run in race.run(step, once, lambda each: each.name in PREDICTED).items():
+                if contender not in by_contender:
+                    by_contender[contender] = Sizes(f"{contender}, {name}")
+                    results.sizes.append(by_contender[contender])
+                by_contender[contender].runs.append(run)
 
 
 def _takes_turns(contender: Contender, one_offs: bool) -> bool:

@@ -175,10 +175,11 @@ def sizes_table(sizes: Sequence[Sizes]) -> Table:
     """A line for each size of host memory, in percent of the prompts' tokens."""
     table = make_table(
         *("host memory", "LRU of\nD + H", "predicted", "replayed", "error", "worst"),
-        *("agents\nwait", "error", "worst"),
+        *("agents\nwait", "error", "worst", "of that\norder"),
         caption="Prompt tokens found, in percent, mean of the seeds. All sizes are predicted from\n"
         "the replay with the memory that is named. Replayed: the requests come at the same times.\n"
-        "Agents wait: they come when their agent has its answer, so memory changes their order.",
+        "Agents wait: they come when their agent has its answer, so memory changes their order.\n"
+        "Of that order: predicted, too, but from a replay in which they come in that order.",
     )
     for each in sizes:
         table.add_row(each.name, style="bold")
@@ -194,6 +195,7 @@ def sizes_table(sizes: Sequence[Sizes]) -> Table:
                 *(f"{100 * error:+.1f}" for error in (fmean(errors), max(errors, key=abs))),
                 f"{100 * fmean(run.in_loop for run in runs):.1f}",
                 *(f"{100 * error:+.1f}" for error in (fmean(in_loop), max(in_loop, key=abs))),
+                f"{100 * fmean(run.of_order for run in runs):.1f}",
             )
         table.add_section()
     return table

@@ -200,11 +200,14 @@ class Size:
     """The requests came at the same times."""
     in_loop: float
     """Agents waited for their answers. The same as ``replayed`` where there are no agents."""
+    of_order: float
+    """Predicted as well, from a replay with the memory that all are predicted from, but of requests
+    that come as they came in that loop."""
 
 
 @dataclass
 class Sizes:
-    """One trace, and the memory of the replay that the others are predicted from."""
+    """One contender and trace, and the memory of the replay that the others are predicted from."""
 
     name: str
     runs: list[dict[float, Size]] = field(default_factory=list)

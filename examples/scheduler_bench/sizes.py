@@ -1,6 +1,5 @@
 """Sizes of host memory: what requests find with others, predicted from one replay, and replayed."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from examples.scheduler_bench.contenders import Contender
@@ -17,8 +16,8 @@ from simple_offload.sizing.traces import Trace
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-PREDICTED = "ours"
-"""The contender whose hits are predicted."""
+PREDICTED = ("ours", "ours-eager")
+"""The contenders whose hits are predicted: of a tier that is exclusive, and of one that is not."""
 REPLAYED = (0.5, 1.0, 2.0, 4.0)
 """Sizes of host memory, over the one that the others are predicted from."""
 _WARM_UP_ENDS = 1e12
@@ -29,26 +28,32 @@ def replay_sizes(
     contender: Contender, trace: Trace, plan: TracePlan, memory: tuple[float, float], seed: int
 ) -> dict[float, Size]:
     """By factor. ``memory``: device and host, in millions of tokens."""
-    recorder = _Recorder(plan)
-    first = replay(contender, trace, plan, memory, seed, recorder.start)
-    came = Trace(trace.name, trace.block_tokens, recorder.sessions(trace.block_tokens))
 
-    def found(trace: Trace, factor: float) -> float:
+    def show(trace: Trace, factor: float = 1.0) -> tuple[_Recorder, float]:
+        """Replay ``trace``. Returns what was recorded, and the share of the tokens found."""
+        recorder = _Recorder(plan)
+        sized = (memory[0], factor * memory[1])
+        outcome = replay(contender, trace, plan, sized, seed, recorder.start)
+        return recorder, outcome.share(outcome.found)
+
+    now, found_now = show(trace)
+    caches = now.caches
+    lru = now.curve.hit_ratios(caches.device + factor * caches.host for factor in REPLAYED)
+    predicted = predicted_hit_ratios(now.curve, caches, REPLAYED)
+
+    def size(factor: float, lru: float, predicted: float) -> Size:
         if factor == 1.0:
-            return first.share(first.found)
-        outcome = replay(contender, trace, plan, (memory[0], factor * memory[1]), seed)
-        return outcome.share(outcome.found)
+            return Size(lru, predicted, found_now, found_now, predicted)
+        _, replayed = show(now.came(trace), factor)
+        if not trace.has_sessions:
+            return Size(lru, predicted, replayed, replayed, predicted)
+        there, in_loop = show(trace, factor)
+        same_order, _ = show(there.came(trace))
+        (of_order,) = predicted_hit_ratios(same_order.curve, caches, [factor])
+        return Size(lru, predicted, replayed, in_loop, of_order)
 
-    replayed = {factor: found(came, factor) for factor in REPLAYED}
-    in_loop = replayed
-    if trace.has_sessions:
-        in_loop = {factor: found(trace, factor) for factor in REPLAYED}
-    caches, curve = recorder.caches, recorder.curve
-    lru = curve.hit_ratios(caches.device + factor * caches.host for factor in REPLAYED)
-    predicted = predicted_hit_ratios(curve, caches, REPLAYED)
     return {
-        factor: Size(lru[place], predicted[place], replayed[factor], in_loop[factor])
-        for place, factor in enumerate(REPLAYED)
+        factor: size(factor, lru[place], predicted[place]) for place, factor in enumerate(REPLAYED)
     }
 
 
@@ -67,7 +72,12 @@ class _Recorder:
         self._engine = engine
         self._tier = engine.connector.scheduler.tier
         shape = engine.shape
-        self.caches = Caches(shape.device_blocks - 1, shape.host_blocks - 1, True, DUPLICATES_SHARE)
+        self.caches = Caches(
+            shape.device_blocks - 1,
+            shape.host_blocks - 1,
+            self._tier.is_exclusive,
+            DUPLICATES_SHARE if self._tier.is_exclusive else 0.0,
+        )
         self.curve = MissRatioCurve(window=_WARM_UP_ENDS / 2, clock=self._clock)
         self.curve.cover(self.caches.device + FACTORS[-1] * self.caches.host)
         on_hit, on_end = engine.on_hit, engine.on_end
@@ -82,8 +92,9 @@ class _Recorder:
 
         engine.on_hit, engine.on_end = also_on_hit, also_on_end
 
-    def sessions(self, block_tokens: int) -> Sequence[Sequence[Turn]]:
-        """The requests, each at the time at which it came."""
+    def came(self, trace: Trace) -> Trace:
+        """The requests of ``trace``, each at the time at which it came."""
+        block_tokens = trace.block_tokens
         size = block_tokens // self._scale
         waits = self._engine.waits
         turns = []
@@ -94,7 +105,8 @@ class _Recorder:
             came = waits[request.request_id].came
             num_output = request.max_tokens * self._scale
             turns.append(Turn(came, 0.0, ids, len(ids) * block_tokens, num_output))
-        return [[turn] for turn in sorted(turns, key=lambda turn: turn.at)]
+        sessions = [[turn] for turn in sorted(turns, key=lambda turn: turn.at)]
+        return Trace(trace.name, block_tokens, sessions)
 
     def _clock(self) -> float:
         return self._engine.now + _WARM_UP_ENDS * (len(self._requests) > self._num_warm_up)

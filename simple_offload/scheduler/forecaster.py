@@ -1,16 +1,18 @@
 """Forecaster: tells what requests would have found with other sizes of host memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isnan
 
-from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_group_id
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
+from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction_order import DUPLICATES_SHARE
-from simple_offload.sizing.curve import MissRatioCurve
+from simple_offload.sizing.curve import MissRatioCurve, Prompt
 from simple_offload.sizing.forecast import FACTORS, Caches, predicted_hit_ratios
 
 logger = get_logger(__name__)
@@ -18,14 +20,15 @@ logger = get_logger(__name__)
 _SECONDS_PER_METRIC = 5.0
 _SECONDS_PER_LOG = 600.0
 _NUM_LOOKED_AT = 512
-"""Host blocks whose groups are looked at, to know how many a prefix takes."""
+"""Blocks of device and host whose groups are looked at, to know how many a prefix takes."""
 
 
 class Forecaster:
     """Shows prompts to a miss-ratio curve, and its answers to users.
 
     Counts blocks of one group, whose keys a prefix has one by one. Other groups have blocks in the
-    same caches: the tier's blocks tell in what ratio, and the device's count alike.
+    same caches. In what ratio is not the same on device and host: windows and states that are over
+    leave the device sooner.
     """
 
     def __init__(
@@ -33,33 +36,35 @@ class Forecaster:
         tier: CpuTier,
         group: int,
         block_size: int,
-        num_device_blocks: float,
+        device_pool: BlockPool,
+        num_sub_blocks: int,
         meter: metrics.Meter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_size``: tokens of a host block of ``group``. ``num_device_blocks``: host blocks
-        that fit on the device."""
+        """``block_size``: tokens of a host block of ``group``. ``num_sub_blocks``: device blocks in
+        it."""
         self._tier, self._group, self._block_size = tier, group, block_size
-        self._num_device_blocks = num_device_blocks
-        self._meter = meter
-        self._curve = MissRatioCurve()
+        self._device_pool, self._num_sub_blocks = device_pool, num_sub_blocks
+        self._meter, self._clock = meter, clock
+        self._curve = MissRatioCurve(clock=clock)
         self._next_metric = self._next_log = 0.0
 
-    def on_prompt(self, hashes: Sequence[bytes], num_tokens: int) -> None:
+    def on_prompt(self, hashes: Sequence[bytes], num_tokens: int) -> Prompt:
         """A request asks for its prompt of ``num_tokens`` tokens, whose full blocks have these
         hashes."""
-        self._curve.on_prompt(hashes, self._block_size, num_tokens)
+        return self._curve.on_prompt(hashes, self._block_size, num_tokens)
 
     def on_found(self, num_tokens: int) -> None:
         """``num_tokens`` tokens of a prompt have been found."""
         self._curve.on_found(num_tokens, self._tier.num_duplicates)
 
-    def on_used(self, hashes: Sequence[bytes]) -> None:
-        """A request ends. Its full blocks have these hashes."""
-        self._curve.on_used(hashes)
+    def on_used(self, hashes: Sequence[bytes], prompt: Prompt | None) -> None:
+        """A request ends. Its full blocks have these hashes, without those of ``prompt``."""
+        self._curve.on_used(hashes, prompt)
 
     def on_step(self) -> None:
         """Update metrics and log once in a while."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next_metric:
             return
         self._next_metric = now + _SECONDS_PER_METRIC
@@ -78,13 +83,19 @@ class Forecaster:
             self._next_log = now + _SECONDS_PER_LOG
 
     def _caches(self) -> Caches:
-        tier = self._tier
+        tier, on_device = self._tier, self._device_pool.blocks
+        step = max(1, len(on_device) // _NUM_LOOKED_AT)
+        device_share = self._share(filter(None, block_pool.keys_of(on_device[::step])))
         step = max(1, tier.num_blocks // _NUM_LOOKED_AT)
-        keys = tier.keys_at(range(1, tier.num_blocks, step))
-        share = sum(get_group_id(key) == self._group for key in keys) / len(keys) if keys else 1.0
+        host_share = self._share(tier.keys_at(range(1, tier.num_blocks, step)))
         return Caches(
-            int(share * self._num_device_blocks),
-            int(share * tier.max_contents),
+            int(device_share * len(on_device) / self._num_sub_blocks),
+            int(host_share * tier.max_contents),
             tier.is_exclusive,
             DUPLICATES_SHARE if tier.is_exclusive else 0.0,
         )
+
+    def _share(self, keys: Iterable[BlockHashWithGroupId]) -> float:
+        """Share of the group's keys."""
+        are_own = [get_group_id(key) == self._group for key in keys]
+        return sum(are_own) / len(are_own) if are_own else 1.0

@@ -213,7 +213,6 @@ class OffloadScheduler:
         neither."""
         tier = self.tier
         gauges: dict[str, float] = {
-            metrics.HOST_BYTES: self._setup.host_bytes,
             metrics.CAPACITY: tier.max_contents,
             metrics.USED: tier.num_used,
             metrics.PINNED: tier.max_contents - tier.num_free,

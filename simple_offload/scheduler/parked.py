@@ -48,6 +48,10 @@ class Parked:
         self._requests: dict[str, Request] = {}
         self._num_blocks: dict[str, int] = {}
         """By request, the most blocks that it has before it has computed its prompt."""
+        self._num_needed = 0
+        """Sum of ``_num_blocks``."""
+        self._asked: tuple[str, int] | None = None
+        """The last request that asked for room beside others, and its blocks."""
         self._ready: set[str] = set()
         """Requests whose load has ended or failed, as vLLM knows."""
         self._num_idle_steps = 0
@@ -57,8 +61,9 @@ class Parked:
         """Whether the request may be parked beside the others. The first always may."""
         if not self._num_blocks:
             return True
-        num_blocks = sum(self._num_blocks.values()) + self._num_blocks_of(request)
-        return num_blocks <= self._num_device_blocks
+        num_blocks = self._num_blocks_of(request)
+        self._asked = request.request_id, num_blocks
+        return self._num_needed + num_blocks <= self._num_device_blocks
 
     @property
     def block_ids(self) -> set[int]:
@@ -69,8 +74,13 @@ class Parked:
 
     def add(self, request: "Request") -> None:
         """vLLM has given the request blocks for a load."""
-        self._requests[request.request_id] = request
-        self._num_blocks[request.request_id] = self._num_blocks_of(request)
+        request_id, asked = request.request_id, self._asked
+        self.remove(request_id)
+        # vLLM gives blocks right after the request has asked.
+        num_blocks = asked[1] if asked and asked[0] == request_id else self._num_blocks_of(request)
+        self._requests[request_id] = request
+        self._num_blocks[request_id] = num_blocks
+        self._num_needed += num_blocks
 
     def on_ready(self, request_ids: Iterable[str]) -> None:
         """vLLM has learned that these loads have ended or failed."""
@@ -78,9 +88,9 @@ class Parked:
 
     def remove(self, request_id: str) -> None:
         """The request runs, has lost its blocks, or has ended."""
-        self._requests.pop(request_id, None)
-        self._num_blocks.pop(request_id, None)
-        self._ready.discard(request_id)
+        if self._requests.pop(request_id, None) is not None:
+            self._num_needed -= self._num_blocks.pop(request_id)
+            self._ready.discard(request_id)
 
     def on_step(self, *, computes: bool) -> bool:
         """vLLM has scheduled a step. ``computes``: for some request. Returns whether vLLM stands

@@ -1,6 +1,5 @@
 """PromptRecords: where the tokens of each request's prompt came from."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -18,6 +17,7 @@ from simple_offload.scheduler.forecaster import Forecaster
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, make_keys
+from simple_offload.sizing.curve import Prompt
 from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PromptRecord:
     device: int
     host: int
     second_tier: int
-    missed: Counter[MissReason] = field(default_factory=Counter)
+    missed: dict[MissReason, int] = field(default_factory=dict)
     reason: MissReason = MissReason.UNSEEN
     """Of the first missing token."""
     factor: float | None = None
@@ -51,6 +51,8 @@ class PromptRecord:
     has_run: bool = False
     is_loading: bool = False
     is_counted: bool = False
+    prompt: Prompt | None = None
+    """What the forecaster has seen."""
 
     @property
     def num_found(self) -> int:
@@ -59,7 +61,7 @@ class PromptRecord:
 
     def miss(self, reason: MissReason, num_tokens: int) -> None:
         """``num_tokens`` tokens before all others are missing."""
-        self.missed[reason] += num_tokens
+        self.missed[reason] = self.missed.get(reason, 0) + num_tokens
         self.reason, self.factor = reason, None
 
     def lose(self, reason: MissReason) -> None:
@@ -96,7 +98,8 @@ class PromptRecords:
             tier,
             self._group,
             self._block_size,
-            len(self._device_pool.blocks) / groups.num_sub_blocks,
+            self._device_pool,
+            groups.num_sub_blocks,
             meter,
         )
         self._by_request: dict[str, PromptRecord] = {}
@@ -127,28 +130,36 @@ class PromptRecords:
         ``is_asked``: whether caches were asked."""
         request_id = request.request_id
         if (record := self._by_request.get(request_id)) is not None:
-            if not num_loaded:
+            if not (num_loaded or record.has_run):
                 record.has_run = True
-                self._count(record)
+                if not record.is_loading:
+                    self._count(record)
             return
         num_fetched = min(num_fetched, num_loaded)
-        num_tokens, num_in_host = request.num_prompt_tokens, num_loaded - num_fetched
-        record = PromptRecord(num_tokens, num_on_device, num_in_host, num_fetched)
-        record.has_run, record.is_loading = not num_loaded, num_loaded > 0
-        self._by_request[request_id] = record
+        self._by_request[request_id] = record = PromptRecord(
+            request.num_prompt_tokens,
+            num_on_device,
+            num_loaded - num_fetched,
+            num_fetched,
+            has_run=not num_loaded,
+            is_loading=num_loaded > 0,
+        )
         if is_asked:
             self._begun.append((request, record, self._refused.pop(request_id, 0)))
         else:
-            record.miss(MissReason.NOT_ASKED, num_tokens - record.num_found)
-            self._count(record)
+            record.miss(MissReason.NOT_ASKED, record.num_tokens - record.num_found)
+            if record.has_run:
+                self._count(record)
 
     def on_step(self) -> None:
         """A step has been scheduled, and the policy knows what the device has lost in it."""
         begun, self._begun = self._begun, []
         for request, record, refused in begun:
-            self._forecaster.on_prompt(self._hashes(request), request.num_prompt_tokens)
-            self._explain(request, record, refused)
-            self._count(record)
+            hashes = self._hashes(request)
+            record.prompt = self._forecaster.on_prompt(hashes, record.num_tokens)
+            self._explain(request, hashes, record, refused)
+            if record.has_run:
+                self._count(record)
         if begun:
             self._forecaster.on_step()
 
@@ -156,7 +167,8 @@ class PromptRecords:
         """A load has ended on every rank."""
         if (record := self._by_request.get(transfer.request_id or "")) is not None:
             record.is_loading = False
-            self._count(record)
+            if record.has_run:
+                self._count(record)
 
     def on_lost(self, request_id: str, reason: MissReason) -> None:
         """The request computes what was, or would have been, loaded."""
@@ -169,13 +181,16 @@ class PromptRecords:
         self._refused.pop(request.request_id, None)
         record = self._by_request.pop(request.request_id, None)
         if record is not None:
-            record.has_run, record.is_loading = True, False
             self._count(record)
-            num_computed = request.num_computed_tokens // self._block_size
-            self._forecaster.on_used(self._hashes(request)[:num_computed])
+            num_computed, prompt = request.num_computed_tokens // self._block_size, record.prompt
+            if prompt is not None and prompt.num_blocks > num_computed:
+                prompt = None
+            first = prompt.num_blocks if prompt else 0
+            self._forecaster.on_used(self._hashes(request)[first:num_computed], prompt)
             # A streaming-input session goes on in its own blocks.
             if num_more := request.num_prompt_tokens - record.num_tokens:
                 self._count_missed({MissReason.NOT_ASKED: num_more})
+                record.missed.setdefault(MissReason.NOT_ASKED, 0)
                 record.missed[MissReason.NOT_ASKED] += num_more
         return record
 
@@ -186,7 +201,7 @@ class PromptRecords:
     # Details
 
     def _count(self, record: PromptRecord) -> None:
-        if record.is_counted or record.is_loading or not record.has_run:
+        if record.is_counted:
             return
         record.is_counted = True
         add = self._meter.add
@@ -212,11 +227,12 @@ class PromptRecords:
         for reason, count in missed.items():
             self._meter.add(metrics.MISSED_TOKENS, count, _LABELS[reason])
 
-    def _explain(self, request: "Request", record: PromptRecord, refused: int) -> None:
-        """Give each token of the prompt that was not found a reason. ``refused``: the end of a hit
-        for whose load there was no room."""
+    def _explain(
+        self, request: "Request", hashes: Sequence[BlockHash], record: PromptRecord, refused: int
+    ) -> None:
+        """Give each token of the prompt that was not found a reason. ``hashes``: of its blocks.
+        ``refused``: the end of a hit for whose load there was no room."""
         num_tokens, found, size = record.num_tokens, record.num_found, self._block_size
-        hashes = self._hashes(request)
         # A drafter's last block, and all behind a whole block, can be in no hit.
         stop = min(self._groups.next_hit(num_tokens - 1), len(hashes) * size)
         first, last = found // size, stop // size

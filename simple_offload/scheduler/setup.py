@@ -127,14 +127,6 @@ class Setup:
         self.hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory of all ranks together, once known."""
-        if self._capacity is None:
-            return 0
-        ranks = self._capacities.values()
-        return sum(self._capacity * each.block_bytes // each.num_places for each in ranks)
-
-    @property
     def must_send_capacity(self) -> bool:
         """Whether ranks wait for ``send_capacity``."""
         return self._capacity is not None and not self._is_capacity_sent
@@ -170,6 +162,8 @@ class Setup:
             )
         # Contents of a private group take a block for each rank of a pool.
         self._capacity = min(each.num_host_blocks for each in capacities)
+        num_bytes = sum(self._capacity * each.block_bytes // each.num_places for each in capacities)
+        self.meter.set(metrics.HOST_BYTES, num_bytes)
         private = frozenset[int]().union(*(each.private_groups for each in capacities))
         num_places = max(each.num_places for each in capacities)
         self.tier.share(private, num_places)

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice, pairwise
+from itertools import accumulate, compress, islice
 from math import inf, isnan, nan
 from typing import NamedTuple
 
@@ -58,6 +58,29 @@ class _Slice:
     often as it has been asked for."""
 
 
+class Prompt:
+    """A prompt that was shown to a curve."""
+
+    __slots__ = ("num_blocks", "sampled")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.sampled: list[int] = []
+        """Filled when the curve looks at it."""
+
+
+class _Waiting(NamedTuple):
+    """A prompt, or an answer, that the curve has not looked at."""
+
+    prompt: Prompt
+    is_end: bool
+    joined: bytes
+    """Hashes of its blocks; at a request's end of those behind ``prompt``."""
+    num_blocks: int
+    num_asked: int
+    """The first ones, which may be found."""
+
+
 class _Found(NamedTuple):
     """Sampled blocks that prompts ask for, and that were used before."""
 
@@ -107,8 +130,7 @@ class MissRatioCurve:
         self._slices: deque[_Slice] = deque()
         """Oldest first."""
         self._block_tokens = 1
-        self._waiting: list[tuple[bytes, int, int]] = []
-        """Joined hashes, how many, and how many of them were asked for."""
+        self._waiting: list[_Waiting] = []
         self._num_waiting = 0
 
     # What happens
@@ -122,7 +144,7 @@ class MissRatioCurve:
         num_samples = (1 - 2 * _DROPPED_SHARE) * self._max_samples
         self._lower_threshold(int(_ALL * min(1.0, num_samples / self._max_blocks)))
 
-    def on_prompt(self, hashes: Sequence[bytes], block_tokens: int, num_tokens: int) -> None:
+    def on_prompt(self, hashes: Sequence[bytes], block_tokens: int, num_tokens: int) -> Prompt:
         """A request asks for its prompt of ``num_tokens`` tokens. ``hashes`` are those of its full
         blocks of ``block_tokens`` each, parents first: 16 or 32 bytes, each once. A prompt's
         last token is computed in any case, so a block that it fills is not found."""
@@ -135,24 +157,25 @@ class MissRatioCurve:
         self._slices[-1].num_tokens += num_tokens
         self._slices[-1].num_blocks += num_asked
         self._block_tokens = block_tokens
-        self._wait(hashes, num_asked)
+        prompt = Prompt(len(hashes))
+        self._wait(prompt, False, hashes, num_asked)
+        return prompt
 
     def on_found(self, num_tokens: int, num_duplicates: int = 0) -> None:
         """The real caches have found ``num_tokens`` tokens of the last prompt. They have
         ``num_duplicates`` blocks of contents that they also have elsewhere."""
         if not self._slices:  # the prompt is forgotten
             return
-        if not self._slices:
-            return
         last = self._slices[-1]
         last.num_found_tokens += num_tokens
         last.num_duplicates += num_duplicates
         last.num_told += 1
 
-    def on_used(self, hashes: Sequence[bytes]) -> None:
+    def on_used(self, hashes: Sequence[bytes], prompt: Prompt | None = None) -> None:
         """A request ends. ``hashes`` are those of its full blocks, prompt and answer, parents
-        first. They become the most recently used."""
-        self._wait(hashes, 0)
+        first. They become the most recently used. With ``prompt``, what ``on_prompt`` has
+        returned, they are those behind it."""
+        self._wait(prompt or Prompt(0), True, hashes, 0)
 
     # What would have been found
 
@@ -246,11 +269,12 @@ class MissRatioCurve:
         found[1] += hot
         return np.clip(np.cumsum(found) * (self._block_tokens / num_tokens), 0.0, 1.0)
 
-    def _wait(self, hashes: Sequence[bytes], num_asked: int) -> None:
-        if not hashes:
+    def _wait(self, prompt: Prompt, is_end: bool, hashes: Sequence[bytes], num_asked: int) -> None:
+        num_blocks = len(hashes)
+        if not (num_blocks or prompt.num_blocks):
             return
-        self._waiting.append((b"".join(hashes), len(hashes), num_asked))
-        self._num_waiting += len(hashes)
+        self._waiting.append(_Waiting(prompt, is_end, b"".join(hashes), num_blocks, num_asked))
+        self._num_waiting += num_blocks
         if self._num_waiting >= _BATCH_BLOCKS:
             self._enter()
 
@@ -260,23 +284,29 @@ class MissRatioCurve:
             return
         waiting, self._waiting = self._waiting, []
         self._num_waiting = 0
-        data = b"".join([hashes for hashes, _, _ in waiting])
-        counts = np.array([(count, num_asked) for _, count, num_asked in waiting])
-        ends = np.cumsum(counts[:, 0])
-        keys = np.frombuffer(data, np.uint64)[:: len(data) // (8 * int(ends[-1]))]
-        places = np.flatnonzero(keys <= np.uint64(self._threshold - 1))
-        sampled = keys[places].tolist()
-        # Which of the sampled keys belong to which request, and which of these it has asked for.
-        starts = np.searchsorted(places, [0, *ends]).tolist()
-        stops = np.searchsorted(places, ends - counts[:, 0] + counts[:, 1]).tolist()
+        data = b"".join([each.joined for each in waiting])
+        ends = [*accumulate(each.num_blocks for each in waiting)]
         found = _Found([], [])
         num_unseen = 0
-        for (start, end), stop in zip(pairwise(starts), stops, strict=True):
-            if start < end:
-                num_before = len(found.num_after)
-                self._use(sampled[start:end], stop - start, found)
-                num_unseen += stop - start - (len(found.num_after) - num_before)
-        self._num_references += len(sampled)
+        keys = np.frombuffer(data, np.uint64)
+        keys = keys[:: max(1, len(keys) // max(1, ends[-1]))]
+        places = np.flatnonzero(keys <= np.uint64(self._threshold - 1))
+        sampled, sampled_at = keys[places].tolist(), places.tolist()
+        start = 0
+        for (prompt, is_end, _, num_blocks, num_asked), end in zip(waiting, ends, strict=True):
+            stop = bisect_left(sampled_at, end, start)
+            new, num_found = sampled[start:stop], len(found.num_after)
+            asked = bisect_left(sampled_at, end - num_blocks + num_asked, start, stop) - start
+            start = stop
+            if is_end:
+                # The threshold may have fallen.
+                new = [key for key in prompt.sampled if key < self._threshold] + new
+            else:
+                prompt.sampled = new
+            if new:
+                self._use(new[::-1], asked, found)
+                num_unseen += asked - (len(found.num_after) - num_found)
+                self._num_references += len(new)
         if self._slices:
             weight = _ALL / self._threshold
             self._slices[-1].num_unseen += num_unseen * weight
@@ -287,9 +317,8 @@ class MissRatioCurve:
             self._shrink()
 
     def _use(self, keys: list[int], num_asked: int, found: _Found) -> None:
-        """Make sampled blocks the most recently used, parents after their children. A prompt asks
-        for the first ``num_asked`` ones: add those that were used before to ``found``."""
-        keys.reverse()
+        """Make sampled blocks the most recently used, one after the other. A prompt asks for the
+        last ``num_asked`` ones: add those that were used before to ``found``."""
         used_at, times, counts = self._used_at, self._times, self._num_asked
         ats = [used_at.pop(key, -1) for key in keys]
         num_times, num_others = len(times), len(keys) - num_asked

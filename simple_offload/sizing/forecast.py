@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import cbrt, inf
 
 from simple_offload.sizing.curve import MissRatioCurve
 
 FACTORS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Sizes of host memory that are asked for, over the size that it has."""
 _MAX_UNKNOWN = 1 / 8
-"""Room that the caches may be short of beside their duplicates, over the device's blocks. Where the
-curve is flat, a small difference would stand for much."""
+"""Room that the caches may be short of: beside the duplicates of an exclusive tier, over the
+device's blocks; else, over all. Where the curve is flat, a small difference would stand for
+much."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Caches:
         duplicates, those beyond their share."""
         host = factor * self.host
         if not self.is_exclusive:
-            return max(self.device, host)
+            # Nearly the same contents, in another order: two of equal size have a quarter more.
+            return max(float(self.device), cbrt(self.device**3 + host**3))
         num_duplicates = self.duplicates_share * host + num_more
         return self.device + host - min(num_duplicates, self.device, host)
 
@@ -41,30 +43,35 @@ def predicted_hit_ratios(
     """By factor, the share of the prompts' tokens in the window that ``caches`` would have found
     with so many times the host memory; nan without prompts.
 
-    The LRU curve, with three corrections. An exclusive tier has duplicates: a share of it, and as
-    many more as the device needs for its work, which is the same number for any tier. Caches that
-    find even less have so much less room. Caches that find more retain some of what LRU loses,
-    each part of the host's room independently: with twice the room, twice as many chances. The form
-    was chosen on the first seed of two recorded traces; others may fit less well.
+    The LRU curve, with corrections. An exclusive tier has duplicates: a share of it, and as many
+    more as the device needs for its work, which is the same number for any tier. Any other tier has
+    nearly what the device has. Caches that find even less have less room: an exclusive tier so many
+    blocks, any other such a share, where windows or states are missing. Caches that find more
+    retain some of what LRU loses, each part of the host's room independently: with twice the room,
+    twice as many chances. The form was chosen on the first seed of two recorded traces, that for
+    tiers which are not exclusive on two seeds; others may fit less well.
 
     It holds for the same requests at the same times. Then it is within 3 points of replays at 1/2,
-    1, 2 and 4 times the memory, mean of three seeds, and within 5 points of each (``--parts sizes``
-    of ``examples/scheduler_bench``; docs/measurements.md). Where agents wait for their answers,
-    less memory also changes the order in which they come. A server that becomes too slow for them
-    then finds less than predicted: at half the memory by 7 and 20 points, mean of 16 and of 32
-    agents. More memory may find more than predicted, where the caches are far too small now.
+    1, 2 and 4 times the memory, mean of three seeds of exclusive tiers, and within 5 points of each
+    (``--parts sizes`` of ``examples/scheduler_bench``; docs/measurements.md). Agents that wait for
+    their answers come later with less memory, and in another order. Then less is found than
+    predicted: at half the memory by 7 and 20 points, mean of 16 and of 32 agents. From the order of
+    these the mean is within 3 points again. More memory may find more than predicted, where the
+    caches are far too small now.
     """
     num_measured = curve.num_duplicates - caches.duplicates_share * caches.host
     num_more = max(0.0, num_measured) if caches.is_exclusive else 0.0
     now = caches.room(1.0, num_more)
     lru, most = curve.hit_ratios([now, inf])
     found = curve.found_ratio
-    missed = 1.0
-    if found < lru:
+    missed = usable = 1.0
+    if found < lru and caches.is_exclusive:
         num_more += min(now - curve.size_of(found), _MAX_UNKNOWN * caches.device)
+    elif found < lru:
+        usable = max(curve.size_of(found) / now, 1 - _MAX_UNKNOWN)
     elif lru < min(found, most) and now > caches.device:
         missed = max(0.0, most - found) / (most - lru)
-    rooms = [caches.room(each, num_more) for each in factors]
+    rooms = [usable * caches.room(each, num_more) for each in factors]
     return [
         most - (most - ratio) * missed ** ((room - caches.device) / max(1.0, now - caches.device))
         for ratio, room in zip(curve.hit_ratios(rooms), rooms, strict=True)

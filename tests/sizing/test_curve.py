@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from simple_offload.sizing.curve import MissRatioCurve
+from simple_offload.sizing.curve import MissRatioCurve, Prompt
 
 TOKENS = 16
 """Of a block."""
@@ -60,19 +60,19 @@ class Play:
         self._found = dict.fromkeys(sizes, 0)
         self._num_tokens = 0
 
-    def prompt(self, hashes: Sequence[bytes], num_rest: int = 1) -> None:
+    def prompt(self, hashes: Sequence[bytes], num_rest: int = 1) -> Prompt:
         """``num_rest``: tokens behind the full blocks."""
         num_tokens = len(hashes) * TOKENS + num_rest
         self._num_tokens += num_tokens
         for size, cache in self.caches.items():
             self._found[size] += cache.find(hashes) * TOKENS
             cache.use(hashes)
-        self.curve.on_prompt(hashes, TOKENS, num_tokens)
+        return self.curve.on_prompt(hashes, TOKENS, num_tokens)
 
-    def end(self, hashes: Sequence[bytes]) -> None:
+    def end(self, hashes: Sequence[bytes], prompt: Prompt) -> None:
         for cache in self.caches.values():
             cache.use(hashes)
-        self.curve.on_used(hashes)
+        self.curve.on_used(hashes[prompt.num_blocks :], prompt)
 
     def errors(self) -> dict[int, float]:
         """By size, the curve's hit ratio less the cache's."""
@@ -90,18 +90,19 @@ def play_conversations(play: Play, num_requests: int, *, running: int, seed: int
     zeal = [1 / (1 + number) for number in range(len(users))]
     lengths = dict.fromkeys(users, 3)
     system = chain("system", 3)
-    running_now: list[list[bytes]] = []
+    running_now: list[tuple[list[bytes], Prompt]] = []
     for _ in range(num_requests):
         [user] = random.choices(users, zeal)
         if random.random() < 0.1:
             users[users.index(user)] = user = f"{user}'"
             lengths[user] = 3
         lengths[user] += random.randint(1, 4)
-        play.prompt(system + chain(user, lengths[user]), num_rest=random.randint(1, TOKENS))
+        hashes = system + chain(user, lengths[user])
+        prompt = play.prompt(hashes, num_rest=random.randint(1, TOKENS))
         lengths[user] += random.randint(0, 2)
-        running_now.append(system + chain(user, lengths[user]))
+        running_now.append((system + chain(user, lengths[user]), prompt))
         while len(running_now) > random.randint(0, running):
-            play.end(running_now.pop(random.randrange(len(running_now))))
+            play.end(*running_now.pop(random.randrange(len(running_now))))
 
 
 @pytest.mark.parametrize("running", [0, 4])
@@ -127,8 +128,7 @@ def zipf_errors(curve: MissRatioCurve) -> dict[int, float]:
     chains = [chain(number, random.randint(1, 200)) for number in range(500)]
     weights = [1 / (1 + number) ** 0.8 for number in range(len(chains))]
     for hashes in random.choices(chains, weights, k=1500):
-        play.prompt(hashes)
-        play.end(hashes)
+        play.end(hashes, play.prompt(hashes))
     return play.errors()
 
 

@@ -1,6 +1,5 @@
 """History: why the caches have lost contents."""
 
-import sys
 from collections.abc import Collection, Sequence
 from itertools import repeat
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from simple_offload.miss_reason import MissReason
 
 _NUM_BUCKETS = 1 << 16
+"""By the first two bytes of a key."""
 _BUCKET_SIZE = 8
 _MAX_RECENT = 256
 """Keys that wait to be entered. numpy takes about as long for hundreds as for one."""
@@ -28,7 +28,7 @@ class History:
     def __init__(self) -> None:
         shape = (_NUM_BUCKETS, _BUCKET_SIZE)
         # Pages of zeros take no memory before something is written to them.
-        self._tags = np.zeros(shape, np.uint32)
+        self._tags = np.zeros(shape, "<u4")
         self._reasons = np.zeros(shape, np.uint8)
         self._times = np.zeros(shape, np.uint32)
         self._num_entered = np.zeros(_NUM_BUCKETS, np.uint8)
@@ -47,11 +47,7 @@ class History:
         if not self._recent.keys().isdisjoint(keys):
             return True
         tags = self._tags
-        for key in keys:
-            word = int.from_bytes(key[:8], sys.byteorder)
-            if word >> 32 in tags[word % _NUM_BUCKETS].tolist():
-                return True
-        return False
+        return any(key[4:8] in tags[int.from_bytes(key[:2], "little")].tobytes() for key in keys)
 
     def find(self, keys: Sequence[bytes]) -> tuple[Numbers, Numbers]:
         """By key, the last reason, UNSEEN if there is none, and its time."""
@@ -80,9 +76,9 @@ class History:
 
 
 def _places(keys: Sequence[bytes]) -> tuple[Numbers, Numbers]:
-    """By key, its bucket and its tag there: leading bits of the hash."""
+    """By key, its bucket and its tag there: the first two bytes of the hash, and four others."""
     if not keys:
-        return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+        return np.zeros(0, "<u2"), np.zeros(0, "<u4")
     rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
-    words = np.ascontiguousarray(rows[:, :8]).view(np.uint64).ravel()
-    return words % np.uint64(_NUM_BUCKETS), (words >> np.uint64(32)).astype(np.uint32)
+    buckets = np.ascontiguousarray(rows[:, :2]).view("<u2").ravel()
+    return buckets, np.ascontiguousarray(rows[:, 4:8]).view("<u4").ravel()
