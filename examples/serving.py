@@ -1,4 +1,4 @@
-"""A ``vllm serve`` process for as long as a block runs, and its HTTP endpoints."""
+"""A ``vllm serve`` process, and its HTTP endpoints."""
 
 import json
 import secrets
@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -90,7 +90,8 @@ class Endpoint:
 
 
 class Server(Endpoint):
-    """A server. ``serving`` starts and ends it."""
+    """A ``vllm serve`` process. A ``with`` block begins once it answers. However the block ends,
+    the server and all it started are gone."""
 
     def __init__(
         self,
@@ -101,15 +102,23 @@ class Server(Endpoint):
         *,
         port: int | None = None,
         name: str = "model",
+        command: Sequence[str] = (),
     ) -> None:
-        """Start it: see ``serving``."""
+        """Start to serve ``model`` with vLLM's ``arguments`` under ``name``, on ``port`` of this
+        host or on a free one, by COMMAND or by another ``command``.
+
+        ``environment`` is the server's whole one, see ``server_environment``. Its standard streams
+        go to ``log``. Raises RunFailed if the port is in use.
+        """
+        if port is not None and not is_free(port):
+            raise RunFailed(f"Port {port} of {HOST} is in use.")
         self.port = port or free_port()
         super().__init__(f"http://{HOST}:{self.port}")
         self.log = log
         address = ["--host", HOST, "--port", str(self.port), "--served-model-name", name]
         with log.open("wb") as log_file:
             self.process = subprocess.Popen(
-                [*COMMAND, str(model), *address, *arguments],
+                [*(command or COMMAND), str(model), *address, *arguments],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -123,6 +132,24 @@ class Server(Endpoint):
         """Holds the exit code once the process has ended."""
         self.ended.set_running_or_notify_cancel()  # so that no waiting thread can cancel it
         Thread(target=lambda: self.ended.set_result(self.process.wait()), daemon=True).start()
+
+    def __enter__(self) -> Self:
+        """Raises RunFailed if the server does not come up."""
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            # vLLM's server may not react to SIGTERM for a minute while it starts, so its engine
+            # gets the signal as well, and little time is given.
+            self._stop(STOP_SECONDS / 6, group=True)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(STOP_SECONDS, group=False)
+
+    def _stop(self, seconds: float, *, group: bool) -> None:
+        stop(self.process, seconds, group=group)
+        self.ended.result()
 
     def check(self) -> None:
         """Raise RunFailed if the process has ended."""
@@ -176,38 +203,6 @@ class Server(Endpoint):
 def server_environment(device: Device, scratch: Path, **extra: str) -> dict[str, str]:
     """``engine_environment`` with vLLM's development endpoints, which reset caches."""
     return engine_environment(device, scratch, VLLM_SERVER_DEV_MODE="1", **extra)
-
-
-@contextmanager
-def serving(
-    model: str | Path,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    *,
-    port: int | None = None,
-    name: str = "model",
-) -> Iterator[Server]:
-    """Serve ``model`` with vLLM's ``arguments`` under ``name``, on ``port`` of this host or on a
-    free one, and yield the server once it answers.
-
-    ``environment`` is the server's whole one, see ``server_environment``. Its standard streams
-    go to ``log``. Raises RunFailed if the port is in use, or if the server does not come up.
-    However the block ends, the server and all it started are gone.
-    """
-    if port is not None and not is_free(port):
-        raise RunFailed(f"Port {port} of {HOST} is in use.")
-    server = Server(model, arguments, environment, log, port=port, name=name)
-    ready = False
-    try:
-        server.wait_until_ready()
-        ready = True
-        yield server
-    finally:
-        # Once it is up, vLLM's server ends its engine on SIGTERM. One that starts may not react for
-        # a minute, so its engine gets the signal as well, and little time is given.
-        stop(server.process, STOP_SECONDS if ready else STOP_SECONDS / 6, group=not ready)
-        server.ended.result()
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

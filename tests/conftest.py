@@ -37,6 +37,9 @@ settings.load_profile("replay")
 
 _SHARING = ("engine", "serve", "vllm_versions", "faults", "acl_sim")
 """Folders whose tests share engines or other costly things, the slowest folder first."""
+_FORKED = {"faults": "engine"}
+"""A folder's children are forked from the same process as another one's (``tests.engine.harness``).
+"""
 _SINGLE = "simulation"
 """A folder of long tests that share nothing."""
 
@@ -97,7 +100,7 @@ def _scope(nodeid: str) -> str:
     folder = _folder(nodeid)
     if folder == _SINGLE:
         return nodeid
-    return folder if folder in _SHARING else nodeid.split("::", 1)[0]
+    return _FORKED.get(folder, folder) if folder in _SHARING else nodeid.split("::", 1)[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,7 +124,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
-def daily(values: Iterable[str], num_days: int) -> list[Any]:
+def daily(values: Iterable[object], num_days: int) -> list[Any]:
     """Parameters of a test. Each is tried on one day in ``num_days``, and is a slow test on all
     other days."""
     return [

@@ -21,7 +21,7 @@ from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_pr
 from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output, save_numbers
-from examples.serving import Server, command_line, server_environment, serving
+from examples.serving import Server, command_line, server_environment
 
 MODELS = Path(__file__).parent / "models"
 OUR_MODELS = ("llama-recall", "window-recall")
@@ -123,7 +123,7 @@ class Evaluations:
             )
             log = self._output / f"serve-{name}.log"
             line = [*command_line(ours), *arguments.serve]
-            with serving(self._model, line, environment, log) as server:
+            with Server(self._model, line, environment, log) as server:
                 yield server
 
     def _pass(self, name: str, server: Server) -> Pass:

@@ -42,8 +42,6 @@ Kind = Literal["llama", "window"]
 TOO_INACCURATE = 1
 LONGEST_PROMPT = 4096
 """Tokens of the longest prompt."""
-LENGTHS = (1024, 2048, 3072, LONGEST_PROMPT)
-"""Tokens of the prompts that recall is measured with."""
 WINDOW = 128
 """Tokens that a sliding-window layer looks back."""
 
@@ -74,17 +72,29 @@ STAGES = (
 )
 RECENT = 25
 """Steps over which a stage's accuracy is taken."""
-LAST_STEPS = 300
-"""With the learning rate falling to nothing, after the last stage."""
-RATE = 6e-4
-"""Learning rate."""
-HIDDEN_SIZE = 256
-WORDS = NUM_WORDS
-"""That occur in contexts."""
-SAMPLES = 512
-"""Measured at each prompt length."""
 BOUND = 0.95
 """Least share of wholly right answers."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The size of a model, and how it is trained and measured."""
+
+    hidden_size: int = 256
+    words: int = NUM_WORDS
+    """That occur in contexts."""
+    stages: tuple[Stage, ...] = STAGES
+    last_steps: int = 300
+    """With the learning rate falling to nothing, after the last stage."""
+    rate: float = 6e-4
+    """Learning rate."""
+    lengths: tuple[int, ...] = (1024, 2048, 3072, LONGEST_PROMPT)
+    """Tokens of the prompts that recall is measured with."""
+    samples: int = 512
+    """Measured at each prompt length."""
+
+
+FULL = Course()
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ def _shuffles(rows: int, length: int, generator: torch.Generator) -> torch.Tenso
     return torch.rand(rows, length, generator=generator, device=generator.device).argsort(dim=1)
 
 
-def build_model(kind: Kind) -> torch.nn.Module:
+def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
     """An untrained model. It needs three layers: one gives every token its predecessor, one
     brings the word of the question to where the answer begins, and one looks it up.
 
@@ -165,8 +175,8 @@ def build_model(kind: Kind) -> torch.nn.Module:
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 2 * HIDDEN_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -201,10 +211,11 @@ def answer_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 class Trainer:
     """A model on its way through the stages. All that is random follows from ``seed``."""
 
-    def __init__(self, kind: Kind, device: torch.device, seed: int) -> None:
+    def __init__(self, kind: Kind, device: torch.device, seed: int, course: Course) -> None:
         torch.manual_seed(seed)
         self.device = device
-        self.model = build_model(kind).to(device)
+        self.course = course
+        self.model = build_model(kind, course.hidden_size).to(device)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.random = random.Random(seed)
         matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
@@ -217,14 +228,15 @@ class Trainer:
         self.step = 0
         self.start = time.monotonic()
 
-    def train(self, stages: Sequence[Stage], deadline: float) -> None:
+    def train(self, deadline: float) -> None:
         """Go through all stages, then lower the learning rate to zero, with contexts of
         the last stage that began before ``deadline`` (time.monotonic())."""
+        stages, rate, last_steps = self.course.stages, self.course.rate, self.course.last_steps
         stage = stages[0]
         for stage in stages:
             recent: list[torch.Tensor] = []
             for number in range(1, stage.max_steps + 1):
-                recent.append(self._update(stage, min(1.0, (self.step + 1) / 200) * RATE))
+                recent.append(self._update(stage, min(1.0, (self.step + 1) / 200) * rate))
                 if number % RECENT == 0:
                     late = time.monotonic() > deadline
                     right = float(torch.stack(recent).mean())
@@ -235,8 +247,8 @@ class Trainer:
                         break
             if time.monotonic() > deadline:
                 break
-        for number in range(LAST_STEPS):
-            self._update(stage, (1 - number / LAST_STEPS) * RATE)
+        for number in range(last_steps):
+            self._update(stage, (1 - number / last_steps) * rate)
 
     def _update(self, stage: Stage, rate: float) -> torch.Tensor:
         """One step of the optimizer; returns the share of right answers before it."""
@@ -244,7 +256,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         fillers = [self.random.randint(0, stage.longest_filler) for _ in range(stage.questions)]
-        batch = make_batch(stage.sequences, stage.pairs, fillers, stage.hops, self.generator, WORDS)
+        batch = make_batch(
+            stage.sequences, stage.pairs, fillers, stage.hops, self.generator, self.course.words
+        )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = answer_logits(self.model, batch).float()
         loss = cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
@@ -276,18 +290,18 @@ class Recall:
 
 @torch.no_grad()
 def measure(
-    model: torch.nn.Module, prompt_tokens: int, samples: int, generator: torch.Generator
+    model: torch.nn.Module, prompt_tokens: int, generator: torch.Generator, course: Course
 ) -> Recall:
-    """Ask ``samples`` questions, one to a context, with the longest filler.
+    """Ask the course's questions, one to a context, with the longest filler.
 
     All HOPS words are judged with the right words before them; an answer whose words are all
     right that way is what greedy decoding gives.
     """
     right, places = [], []
-    pairs = min(WORDS, num_pairs(prompt_tokens))
-    for start in range(0, samples, 16):
-        sequences = min(16, samples - start)
-        batch = make_batch(sequences, pairs, [MAX_FILLER], HOPS, generator, WORDS)
+    pairs = min(course.words, num_pairs(prompt_tokens))
+    for start in range(0, course.samples, 16):
+        sequences = min(16, course.samples - start)
+        batch = make_batch(sequences, pairs, [MAX_FILLER], HOPS, generator, course.words)
         right.append(answer_logits(model, batch).argmax(-1) == batch.answers)
         places.append((batch.places * 10).long())
     hit, place = torch.cat(right), torch.cat(places)
@@ -303,7 +317,7 @@ def save(model: torch.nn.Module, directory: Path) -> None:
     save_tokenizer(directory)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, course: Course = FULL) -> int:
     """Train, save, measure; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.accuracy.train",
@@ -320,15 +334,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(arguments.kind, device, arguments.seed)
+    trainer = Trainer(arguments.kind, device, arguments.seed, course)
     size = sum(weight.numel() for weight in trainer.model.parameters())
     print(f"{arguments.kind}: {size / 1e6:.2f} million parameters on {device}", flush=True)
-    trainer.train(STAGES, trainer.start + 60 * arguments.minutes)
+    trainer.train(trainer.start + 60 * arguments.minutes)
     save(trainer.model, arguments.output)
 
     model = trainer.model.to(torch.float32)
     generator = torch.Generator(device).manual_seed(arguments.seed + 1)
-    recalls = [measure(model, length, SAMPLES, generator) for length in LENGTHS]
+    recalls = [measure(model, length, generator, course) for length in course.lengths]
     for recall in recalls:
         tenths = " ".join(f"{share:.3f}" for share in recall.by_place)
         print(f"{recall.prompt_tokens:4} tokens: {recall.answers:7.2%} of answers; {tenths}")

@@ -76,8 +76,11 @@ def table_lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"| {row['kind']} | {index} of {row['processes']} | {' | '.join(cells)} |"
 
 
-def measure(kind: str, num_bytes: int, count: int, device: str) -> list[list[Numbers]]:
-    """The rounds of each process. Raises the first error. Leaves no process behind."""
+def measure(
+    kind: str, num_bytes: int, count: int, device: str, seconds: float = ALL_SECONDS
+) -> list[list[Numbers]]:
+    """The rounds of each process, within ``seconds``. Raises the first error. Leaves no process
+    behind."""
     name = "HugePages_Free" if kind == HUGETLB else "MemAvailable"
     needed, free = num_bytes * (count if kind == ANONYMOUS else 1), meminfo()[name]
     if free < needed:
@@ -92,7 +95,7 @@ def measure(kind: str, num_bytes: int, count: int, device: str) -> list[list[Num
         path = "" if kind == ANONYMOUS else f"/proc/{os.getpid()}/fd/{file.fileno()}"
         processes = [pool.submit(_process, i, kind, path, num_bytes, device) for i in range(count)]
         try:
-            for process in wait(processes, ALL_SECONDS, FIRST_EXCEPTION).done:
+            for process in wait(processes, seconds, FIRST_EXCEPTION).done:
                 process.result()
             return [process.result(0) for process in processes]
         finally:

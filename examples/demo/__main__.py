@@ -136,27 +136,27 @@ def _all_runs(plan: Plan, output: Path, runs: Sequence[str]) -> dict[str, list[A
         # "always": a small model computes sooner than a slow disk reads.
         ours = WITH_FILES["ours-files-always"] if RESTARTED in runs else OURS
         ours = ours.with_files(Path(work).absolute() / "kv")
-        for name, found in answers.items():
+
+        def on_event(event: Event) -> None:
+            name, phase = event["run"], event.get("phase")
+            found = answers[name]
+            if phase is None:
+                found.append(answer := Answer(**event["answer"]))
+                phase = (
+                    f"turn {answer.turn + 1}, user {answer.user + 1}: "
+                    f"{answer.prompt_tokens} tokens, first token after {answer.ttft:.2f} s"
+                )
             who = "restarted engine" if name == RESTARTED else f"{name} connector"
+            progress.show(who, phase, len(found), plan.requests)
 
-            def on_event(event: Event, who: str = who, found: list[Answer] = found) -> None:
-                what = event.get("phase")
-                if what is None:
-                    found.append(answer := Answer(**event["answer"]))
-                    what = (
-                        f"turn {answer.turn + 1}, user {answer.user + 1}: "
-                        f"{answer.prompt_tokens} tokens, first token after {answer.ttft:.2f} s"
-                    )
-                progress.show(who, what, len(found), plan.requests)
-
-            progress.show(who, "starting Python", 0, plan.requests)
-            command = child_command(
-                "examples.demo.engine_run",
-                plan=asdict(plan),
-                model=str(model),
-                contender=asdict(NONE if name == "without" else ours),
-            )
-            listen(command, environment, output / f"{name}.log", on_event)
+        progress.show("all engines", "starting Python", 0, plan.requests)
+        command = child_command(
+            "examples.demo.engine_run",
+            plan=asdict(plan),
+            model=str(model),
+            runs={name: asdict(NONE if name == "without" else ours) for name in runs},
+        )
+        listen(command, environment, output / "engines.log", on_event)
     return answers
 
 

@@ -1,18 +1,19 @@
-"""One run of the conversations on a vLLM engine, in a process of its own.
+"""Runs of the conversations, one after another, each on a vLLM engine in a process of its own.
 
-Reports ``{"phase": ...}`` when the run enters a phase, and ``{"answer": ...}`` for each answer. The
-model is made first if its folder is not there yet.
+Reports ``{"run": name, "phase": ...}`` when a run enters a phase, and ``{"run": name, "answer":
+...}`` for each answer. The first run makes the model.
 """
 
 import faulthandler
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from pydantic import TypeAdapter
 
-from examples.bench.child import Report, run_child, without_collection
+from examples.bench.child import Event, Report, how_ended, run_child, without_collection
 from examples.bench.connectors import Contender
 from examples.bench.models import save_model
 from examples.demo.plan import Plan
@@ -26,6 +27,29 @@ REQUEST_DEADLINE = 300
 
 
 def run(arguments: dict[str, Any], report: Report) -> None:
+    """Play the ``runs``: the name of each, and its contender."""
+    # Imported once: the processes are forked.
+    with without_collection():
+        from vllm import LLM  # noqa: F401
+        from vllm.model_executor.models import llama  # noqa: F401
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    for name, contender in arguments["runs"].items():
+        each = {**arguments, "contender": contender}
+
+        def report_run(event: Event, name: str = name) -> None:
+            report({"run": name, **event})
+
+        process: Any = get_context("fork").Process(
+            target=_play, args=(each, report_run), daemon=True
+        )
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"the run {name!r} ended: {how_ended(process.exitcode)}")
+
+
+def _play(arguments: dict[str, Any], report: Report) -> None:
     """Serve every conversation of the plan, one request at a time."""
     plan = TypeAdapter(Plan).validate_python(arguments["plan"])
     contender = TypeAdapter(Contender).validate_python(arguments["contender"])
@@ -54,8 +78,7 @@ def run(arguments: dict[str, Any], report: Report) -> None:
 
 
 def _engine(plan: Plan, model: Path, contender: Contender) -> "LLM":
-    with without_collection():
-        from vllm import LLM
+    from vllm import LLM
 
     return LLM(
         str(model),

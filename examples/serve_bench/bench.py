@@ -24,7 +24,7 @@ from examples.serve_bench.plan import Plan
 from examples.serve_bench.play import WARMING_UP, play_over_http
 from examples.serve_bench.results import floor_line, problems, summaries
 from examples.serve_bench.tokens import WordVocabulary
-from examples.serving import Endpoint, Server, command_line, server_environment, serving
+from examples.serving import Endpoint, Server, command_line, server_environment
 
 PLAY = "examples.serve_bench.play"
 CONVERSATIONS = "conversations.json"
@@ -232,7 +232,7 @@ class Bench:
         line = command_line(arguments)
         with (
             self._environment(contender, model) as environment,
-            serving(model, line, environment, log, port=self._port, name=MODEL) as server,
+            Server(model, line, environment, log, port=self._port, name=MODEL) as server,
         ):
             yield server
 

@@ -123,6 +123,10 @@ class CopiesByLayer(Protocol):
     """Optional protocol of a CopyBackend whose compute stream may begin with a load's first layers
     while the others are on their way."""
 
+    least_part_bytes: int
+    """Size of the smallest part of a page, which becomes a descriptor, that is worth a copy of its
+    own."""
+
     def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
         """Copy loads that overlap compute (``Transfer.overlaps``) by layer group, in this order.
         All groups together are all bytes of all pages. Called once, before ``open``."""

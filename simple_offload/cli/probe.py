@@ -11,13 +11,12 @@ import gc
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simple_offload.child import ask
 from simple_offload.cli.transfer_config import TransferConfig
 
 _ROWS = 4096
@@ -36,25 +35,10 @@ class Found(NamedTuple):
 def probe(given: TransferConfig, seconds: float = 240) -> Found:
     """Run the process, which may take ``seconds``."""
     wanted = {key: str(given.extra.get(key, "auto")) for key in ("backend", "copy_path")}
-    options = json.dumps({**wanted, "kv_transfer_config": given.whole})
-    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
-        answer = Path(folder) / "found.json"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "simple_offload.cli.probe", options, str(answer)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                check=False,
-            )
-            last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            failure = f"the process ended with code {done.returncode}: {last_line}"
-        except subprocess.TimeoutExpired:
-            failure = f"the process did not end within {seconds} s"
-        values, errors = json.loads(answer.read_text()) if answer.exists() else ({}, {"torch": ""})
-    return Found(values, {step: text or failure for step, text in errors.items()})
+    options = {**wanted, "kv_transfer_config": given.whole}
+    found, end = ask("simple_offload.cli.probe", options, seconds)
+    values, errors = found or ({}, {"torch": ""})
+    return Found(values, {step: text or end for step, text in errors.items()})
 
 
 def main(argv: list[str]) -> None:

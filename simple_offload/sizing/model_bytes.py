@@ -1,14 +1,11 @@
 """ModelBytes: KV bytes of a token, as vLLM plans them for a model's config.json."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simple_offload.child import ask
 from simple_offload.config import ConfigError
 
 _SECONDS = 300
@@ -91,27 +88,9 @@ def plan_model(
         "kv_cache_dtype": kv_cache_dtype,
         "block_size": block_size,
     }
-    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
-        answer = Path(folder) / "answer.json"
-        module = "simple_offload.sizing.planning"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", module, json.dumps(given), str(answer)],
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_SECONDS,
-                check=False,
-            )
-            last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            reason = f"the process ended with code {done.returncode}: {last_line}"
-        except subprocess.TimeoutExpired:
-            reason = f"no plan within {_SECONDS} s"
-        plan: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
-    if "groups" not in plan:
-        raise ConfigError(f"--model={str(config)!r}: vLLM does not plan it: {plan or reason}")
+    plan, end = ask("simple_offload.sizing.planning", given, _SECONDS)
+    if not isinstance(plan, dict):
+        raise ConfigError(f"--model={str(config)!r}: vLLM does not plan it: {plan or end}")
     return parse_plan(plan)
 
 

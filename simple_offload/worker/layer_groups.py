@@ -12,8 +12,6 @@ from simple_offload.backends.base import PagePart
 NUM_GROUPS = 4
 """With four, a load takes 0.6% longer at most, with eight 3% (docs/measurements.md, "Overlap of
 loads with compute")."""
-MIN_BYTES = 256 << 10
-"""Of a part of a page, which becomes a descriptor: smaller ones take longer to copy."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,15 @@ class LayerGroups:
         cls,
         kv_caches: Mapping[str, torch.Tensor],
         regions: Sequence[torch.Tensor],
+        least_part_bytes: int,
         num_groups: int = NUM_GROUPS,
     ) -> "LayerGroups | None":
         """At most ``num_groups`` groups of about equal size, each of whole layers.
 
         ``kv_caches``: a strided view of every layer, ``[num_blocks x k, ...]``. ``regions``: as
-        ``find_regions`` returns them. None if no two groups are possible: every layer may have
-        bytes at the end of a block, parts of pages may be too small, or a layer has no such view.
+        ``find_regions`` returns them. ``least_part_bytes``: as the backend has it. None if no two
+        groups are possible: every layer may have bytes at the end of a block, parts of pages may be
+        too small, or a layer has no such view.
         """
         starts = [0, *accumulate(region.shape[1] for region in regions)]
         ends = {}
@@ -49,7 +49,7 @@ class LayerGroups:
             ideal = [starts[-1] * number // count for number in range(count + 1)]
             stops = sorted({min(cuts, key=lambda cut: abs(cut - goal)) for goal in ideal})
             parts = tuple(_parts(first, stop, starts) for first, stop in pairwise(stops))
-            if len(parts) > 1 and _are_large(parts, regions):
+            if len(parts) > 1 and _are_large(parts, regions, least_part_bytes):
                 needed = {name: bisect_left(stops, end) for name, end in ends.items()}
                 return cls(parts, needed)
         return None
@@ -83,10 +83,12 @@ def _parts(first: int, stop: int, starts: Sequence[int]) -> tuple[PagePart, ...]
     )
 
 
-def _are_large(parts: Sequence[Sequence[PagePart]], regions: Sequence[torch.Tensor]) -> bool:
+def _are_large(
+    parts: Sequence[Sequence[PagePart]], regions: Sequence[torch.Tensor], least_bytes: int
+) -> bool:
     """Whether no page is cut into small parts. Whole pages are as large as without groups."""
     return all(
-        (size := part.stop - part.start) >= MIN_BYTES or size == regions[part.region].shape[1]
+        (size := part.stop - part.start) >= least_bytes or size == regions[part.region].shape[1]
         for group in parts
         for part in group
     )

@@ -98,7 +98,7 @@ class OffloadWorker:
         if not isinstance(backend, CopiesByLayer) or any(name not in waiting for name in kv_caches):
             return None
         tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
-        groups = LayerGroups.find(tensors, regions)
+        groups = LayerGroups.find(tensors, regions, backend.least_part_bytes)
         if groups is not None:
             logger.info(
                 "Loads come in %d groups of layers: compute begins with the first",

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from examples.random_model import save_random_model
-from examples.serve_bench.tokens import WordVocabulary
 from tests.docs.pages import COMMANDS
-from tests.serve.conftest import PLAIN, VOCAB_SIZE
+from tests.serve.conftest import PLAIN, save_model
 from tests.serve.server import Server
 from tools.set_up import ROOT, VirtualEnvironment, pip_environment
 
@@ -109,14 +107,9 @@ def test_the_server(tmp_path: Path) -> None:
     """It answers, and a prompt that the device has evicted comes back from the host."""
     (command,) = (each for text, each in SHOWN.items() if text.startswith("vllm serve MODEL"))
     arguments = [each.replace("64GiB", "64MiB") for each in command.words[3:]]
-    model = save_random_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
-    WordVocabulary(VOCAB_SIZE).save(model)
-    server = Server(model, tmp_path, *PLAIN, *arguments)
-    try:
-        server.wait_until_ready()
+    model = save_model(tmp_path / "model")
+    with Server(model, tmp_path, *PLAIN, *arguments) as server:
         first, *_ = (server.complete(range(start, start + 300), 4) for start in (3, 70, 140, 210))
         assert server.metric(HITS) == 0
         assert server.complete(range(3, 303), 4).tokens == first.tokens
         assert server.metric(HITS) == 288
-    finally:
-        server.kill()

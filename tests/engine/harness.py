@@ -2,16 +2,16 @@
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import pkgutil
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,7 @@ import psutil
 import tqdm
 
 from examples.bench import child
-from examples.bench.child import ROOT, without_collection
+from examples.bench.child import without_collection
 
 DEADLINE_SECONDS = 270.0
 GRACE_SECONDS = 10.0
@@ -60,27 +60,21 @@ def run_child(
     directory.mkdir(parents=True, exist_ok=True)
     job_path, log_path = directory / "job.pickle", directory / "engine.log"
     job_path.write_bytes(pickle.dumps(arguments))
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.harness", function, str(job_path)],
-            cwd=ROOT,
-            env=engine_environment(**environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    context: Any = multiprocessing.get_context("spawn" if environment else _usual_start())
+    process = context.Process(target=main, args=(function, job_path, log_path))
+    with patch.dict(os.environ, engine_environment(**environment or {}), clear=True):
+        process.start()
     try:
-        status: int | None = process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        status = None
-        process.send_signal(signal.SIGUSR1)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STACKS_SECONDS)
+        process.join(deadline)
+        status: int | None = process.exitcode
+        if status is None:
+            os.kill(process.pid, signal.SIGUSR1)
+            process.join(STACKS_SECONDS)
     finally:
-        left = processes_left(process.pid, within=GRACE_SECONDS if process.returncode == 0 else 0)
+        left = processes_left(process.pid, within=GRACE_SECONDS if process.exitcode == 0 else 0)
+        process.kill()
         kill_session(process.pid)
-        process.wait()
+        process.join()
         _remove_rendezvous_files(log_path)
     if status != 0 or left:
         end = f"no end within {deadline:.0f} s" if status is None else f"status {status}"
@@ -135,8 +129,25 @@ def _processes_of(session: int) -> list[psutil.Process]:
     return found
 
 
-def main(function: str, job_path: Path) -> None:
+def _usual_start() -> str:
+    """How a process starts. On CPU it is forked from one that has imported vLLM, once: that takes
+    most of a short test's time."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["tests.engine.loaded"])
+    with patch.dict(os.environ, engine_environment(), clear=True):
+        forkserver.ensure_running()
+    return "forkserver"
+
+
+def main(function: str, job_path: Path, log_path: Path) -> None:
     """The child process of ``run_child``. Writes its stacks on SIGUSR1."""
+    os.setsid()
+    with log_path.open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     # Not by the clock: to walk the stacks of running threads may crash the process (seen with
     # Python 3.12 inside compiled code).
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -147,7 +158,3 @@ def main(function: str, job_path: Path) -> None:
     with patch("gc.freeze"), patch("gc.unfreeze"):
         result = call(*arguments)
     job_path.with_suffix(".result").write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

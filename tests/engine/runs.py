@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from examples.random_model import Architecture, save_random_model
 from tests.engine.harness import DEADLINE_SECONDS, EngineJobFailed, run_child
 from tests.engine.spec import EngineResult, EngineSpec, Round
-from tests.engine.workloads import COLD, full_workload
+from tests.engine.workloads import COLD, LONG, full_workload
 
 BLOCK_SIZE = 32
 
@@ -43,7 +43,7 @@ class Engines(NamedTuple):
     control: EngineResult
     """A producer. Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
     lazy: EngineResult
-    """A consumer: the full workload, stored at eviction."""
+    """A consumer: the full workload up to its long answers, stored at eviction."""
     refused: EngineResult
     """An engine whose connector has a misspelt key."""
 
@@ -123,6 +123,7 @@ class Runs:
             "lazy": self.spec(
                 architecture,
                 connector=host | {"lazy_offload": True},
+                rounds=full[:LONG],
                 transfer_arguments={"kv_role": "kv_consumer"},
                 **SMALL_STEPS,
             ),

@@ -143,7 +143,7 @@ def test_the_table_the_numbers_and_the_exit_code_agree(
     def evaluated(_: object, server: FakeServer, *__: object, **___: object) -> Evaluation:
         return server.evaluate(words)
 
-    monkeypatch.setattr("examples.accuracy.__main__.serving", serving)
+    monkeypatch.setattr("examples.accuracy.__main__.Server", serving)
     monkeypatch.setattr("examples.accuracy.__main__.evaluate", evaluated)
     (tmp_path / "recall").mkdir()
     (tmp_path / "recall" / "config.json").touch()

@@ -49,19 +49,18 @@ def test_lengths_and_answers_are_spread_evenly() -> None:
     assert tenths.tolist() == pytest.approx([0.1] * 10, abs=0.02)
 
 
+TINY = train.Course(64, 16, (train.Stage(10, 4, 16, 2, 4, 1.0, 80),), 5, 3e-3, (100,), 8)
+"""A small model, and contexts of 16 words."""
+
+
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A small model, and contexts of 16 words."""
-    changes = {"HIDDEN_SIZE": 64, "RATE": 3e-3, "WORDS": 16, "LAST_STEPS": 5, "SAMPLES": 8}
-    for name, value in changes.items():
-        monkeypatch.setattr(train, name, value)
-    monkeypatch.setattr(train, "LENGTHS", (100,))
-    monkeypatch.setattr(train, "STAGES", (train.Stage(10, 4, 16, 2, 4, 1.0, 80),))
+def deterministic() -> Iterator[None]:
+    """The end of what ``train`` switches on."""
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["llama", pytest.param("window", marks=pytest.mark.slow)])
 def test_training_lowers_the_loss_and_saves_what_it_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -69,7 +68,7 @@ def test_training_lowers_the_loss_and_saves_what_it_trained(
     """A few steps: the model learns uniform attention to the context at once, but not recall."""
     from transformers import AutoModelForCausalLM
 
-    assert train.main([kind, "--output", str(tmp_path)]) == train.TOO_INACCURATE
+    assert train.main([kind, "--output", str(tmp_path)], TINY) == train.TOO_INACCURATE
     assert "FAILED" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path).float()
     batch = make_batch(64, 10, [4], 4, torch.Generator().manual_seed(1), 16)

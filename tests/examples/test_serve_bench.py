@@ -328,7 +328,7 @@ def test_a_server_that_runs_already(
             file.write(json.dumps(row | more) + "\n")
     options = ["--traces", str(trace), "--agents", "2", "--scale", "32", "--output", str(tmp_path)]
     log = tmp_path / "server.log"
-    with serving.serving("model", [], dict(os.environ), log, name="theirs") as server:
+    with serving.Server("model", [], dict(os.environ), log, name="theirs") as server:
         url = ["--url", f"{server.url}/v1/"]
         one, _ = command.parse([*options, *url])
         assert code_of(one) == 0, capsys.readouterr()

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -20,15 +20,13 @@ from threading import Event
 import psutil
 from rich.console import Console
 
-from examples.random_model import save_random_model
-from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import is_free
 from tests.engine.harness import log_tail, processes_left
 from tests.engine.spec import THIS_CONNECTOR
 from tests.engine.workloads import VOCABULARY
 from tests.faults.load_book import LoadBook, Script
 from tests.faults.load_clients import NUM_CLIENTS, Client, Operator, Slots, complete
-from tests.serve.conftest import PLAIN, configured
+from tests.serve.conftest import PLAIN, configured, save_model
 from tests.serve.server import Server
 
 BLOCK_SIZE = 32
@@ -123,8 +121,7 @@ class LoadRun:
 
     def play(self, directory: Path) -> None:
         """Run the load. Logs and the model stay in ``directory``."""
-        model = save_random_model(directory / "model")
-        WordVocabulary(512).save(model)
+        model = save_model(directory / "model")
         with _server(model, directory / "loaded", connector=True) as server:
             self._load(server)
             if server.process.poll() is None:
@@ -237,18 +234,11 @@ def _hit_tokens(server: Server) -> int:
     return int(server.metric("vllm:external_prefix_cache_hits_total"))
 
 
-@contextlib.contextmanager
-def _server(model: Path, directory: Path, *, connector: bool) -> Iterator[Server]:
-    """A server that answers; it ends with the context."""
+def _server(model: Path, directory: Path, *, connector: bool) -> Server:
     directory.mkdir()
     extra = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
     ours = configured(THIS_CONNECTOR | {"kv_connector_extra_config": extra})
-    server = Server(model, directory, *ARGUMENTS, *(ours if connector else ()))
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill()
+    return Server(model, directory, *ARGUMENTS, *(ours if connector else ()))
 
 
 def main(arguments: list[str]) -> int:

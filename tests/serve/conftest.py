@@ -1,24 +1,22 @@
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.random_model import save_random_model
+from examples.random_model import Architecture, save_random_model
 from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import free_port
 from tests.engine.spec import THIS_CONNECTOR
-from tests.serve.server import Server
+from tests.serve.server import FORKING, Server
 
 VOCAB_SIZE = 512
 
-OURS: Mapping[str, Any] = THIS_CONNECTOR | {
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": "16MiB",
-        "keep_on_device_reset": True,
-        "allow_reports": True,
-    },
+KEEPS_AND_REPORTS: dict[str, Any] = {"keep_on_device_reset": True, "allow_reports": True}
+OURS: dict[str, Any] = THIS_CONNECTOR | {
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "16MiB", **KEEPS_AND_REPORTS},
 }
 
 
@@ -37,28 +35,29 @@ ARGUMENTS = (*PLAIN, *configured(OURS))
 StartServer = Callable[..., Server]
 
 
-@pytest.fixture(scope="package")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a tokenizer."""
-    directory = save_random_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE)
+def save_model(directory: Path, architecture: Architecture = "llama", **sizes: int) -> Path:
+    """A random model with a tokenizer. Returns ``directory``."""
+    save_random_model(directory, architecture, vocab_size=VOCAB_SIZE, **sizes)
     WordVocabulary(VOCAB_SIZE).save(directory)
     return directory
 
 
 @pytest.fixture(scope="package")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package")
 def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Starts a server and waits until it answers. Every server ends with the package."""
-    servers: list[Server] = []
+    with ExitStack() as servers:
 
-    def start(*arguments: str) -> Server:
-        server = Server(model, tmp_path_factory.mktemp("server"), *ARGUMENTS, *arguments)
-        servers.append(server)
-        server.wait_until_ready()
-        return server
+        def start(*arguments: str, command: Sequence[str] = ()) -> Server:
+            folder = tmp_path_factory.mktemp("server")
+            server = Server(model, folder, *ARGUMENTS, *arguments, command=command)
+            return servers.enter_context(server)
 
-    yield start
-    for server in servers:
-        server.kill()
+        yield start
 
 
 @pytest.fixture(scope="package")
@@ -77,4 +76,5 @@ def server(start_server: StartServer, replay_port: int) -> Server:
         "endpoint": f"tcp://*:{free_port()}",
         "replay_endpoint": f"tcp://*:{replay_port}",
     }
-    return start_server("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")
+    arguments = ("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")
+    return start_server(*arguments, command=FORKING)

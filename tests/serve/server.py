@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -16,6 +17,8 @@ from simple_offload import metrics
 from tests.engine.harness import engine_environment, kill_session, log_tail
 
 HOST = serving.HOST
+FORKING = (sys.executable, "-m", "tests.serve.forking", "serve")
+"""Command of servers that start sooner."""
 ANSWER_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
@@ -30,7 +33,7 @@ class Completion(NamedTuple):
 
 
 class Server(serving.Server):
-    """Runs from construction to ``terminate`` or ``kill``, in a session of its own."""
+    """Runs from construction to ``terminate`` or ``kill``, or to the end of a ``with`` block."""
 
     def __init__(
         self,
@@ -38,10 +41,15 @@ class Server(serving.Server):
         directory: Path,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
         variables = engine_environment(**variables | dict(environment or {}))
-        super().__init__(model, arguments, variables, directory / "serve.log", name="random")
+        log = directory / "serve.log"
+        super().__init__(model, arguments, variables, log, name="random", command=command)
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll ``condition`` until it holds. Raises RunFailed when it does not in time, or when the
@@ -107,16 +115,26 @@ class Server(serving.Server):
             "return_token_ids": True,
             **more,
         }
+        with self._post(path, body) as connection:
+            yield connection
+
+    @contextmanager
+    def _post(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPConnection]:
         headers = {"Content-Type": "application/json"}
         with closing(HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)) as connection:
             connection.request("POST", path, json.dumps(body), headers)
             yield connection
 
+    def call_workers(self, method: str, *arguments: str) -> None:
+        """Call a method of vLLM's workers."""
+        with self._post("/collective_rpc", {"method": method, "args": arguments}) as connection:
+            response = connection.getresponse()
+            assert response.status == 200, response.read()[:1000]
+
     def is_idle(self) -> bool:
         """Whether no request runs or waits."""
-        return not (
-            self.metric("vllm:num_requests_running") or self.metric("vllm:num_requests_waiting")
-        )
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return not any(each.value for each in self.samples() if each.name in names)
 
     def wait_until_unpinned(self) -> None:
         """Until no transfer holds a host block."""

@@ -6,11 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.random_model import save_random_model
-from examples.serve_bench.tokens import WordVocabulary
 from simple_offload import metrics
-from tests.engine.harness import log_tail
-from tests.serve.conftest import ARGUMENTS, OURS, VOCAB_SIZE, StartServer, configured
+from tests.engine.harness import log_tail, processes_left
+from tests.serve.conftest import ARGUMENTS, OURS, StartServer, configured, save_model
 from tests.serve.server import Server
 from tests.serve.test_observability import check_work, work
 from tests.serve.test_serve import ASKS, HITS, LONG, answers, assert_same, assert_stops
@@ -39,12 +37,8 @@ def ranks_that_share(processes: list[psutil.Process]) -> list[psutil.Process]:
 def test_killed_processes_leave_no_shared_memory(victim: str, tmp_path: Path) -> None:
     """More ranks than KV heads: both share host memory. One of their processes, or the engine's,
     is killed while a request runs. The server ends, and the memory with it."""
-    model = save_random_model(tmp_path / "model", vocab_size=VOCAB_SIZE, num_kv_heads=1)
-    WordVocabulary(VOCAB_SIZE).save(model)
-    (tmp_path / "server").mkdir()
-    server = Server(model, tmp_path / "server", *ARGUMENTS, "--tensor-parallel-size", "2")
-    try:
-        server.wait_until_ready()
+    model = save_model(tmp_path / "model", num_kv_heads=1)
+    with Server(model, tmp_path, *ARGUMENTS, "--tensor-parallel-size", "2") as server:
         first = answers(server, ASKS, at_once=1)
         server.reset_prefix_cache(external=False)
         assert_same(first, answers(server, ASKS, at_once=1))
@@ -58,9 +52,7 @@ def test_killed_processes_leave_no_shared_memory(victim: str, tmp_path: Path) ->
             server.wait_for_end()
         _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, f"{alive} outlived the killed {victim}\n{log_tail(server.log)}"
-        assert not ranks_that_share(list(psutil.process_iter()))
-    finally:
-        server.kill()
+        assert not processes_left(server.pid, within=0)
 
 
 def test_two_engines_share_files(start_server: StartServer, tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from examples.bench.child import ROOT
-from examples.random_model import save_random_model
-from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import COMMAND, free_port
 from simple_offload import metrics
 from tests.engine.harness import engine_environment, kill_session
 from tests.engine.test_parallel import TRACE_ONLY
-from tests.serve.conftest import ARGUMENTS, VOCAB_SIZE
+from tests.serve.conftest import ARGUMENTS, save_model
 from tests.serve.server import HOST, Server
 from tests.serve.test_serve import ASKS, HITS, answers, assert_same
 
@@ -38,8 +36,7 @@ PIPELINE = (
 @contextmanager
 def two_nodes(folder: Path, *arguments: str, apart: bool) -> Iterator[Server]:
     """A server with one rank on each node. The model's ranks repeat its only KV head."""
-    model = save_random_model(folder / "model", vocab_size=VOCAB_SIZE, num_kv_heads=1)
-    WordVocabulary(VOCAB_SIZE).save(model)
+    model = save_model(folder / "model", num_kv_heads=1)
     nodes = (
         *("--distributed-executor-backend", "mp", "--nnodes", "2"),
         *("--master-addr", HOST, "--master-port", str(free_port())),
@@ -66,10 +63,9 @@ def two_nodes(folder: Path, *arguments: str, apart: bool) -> Iterator[Server]:
         environment=environment,
     )
     try:
-        server.wait_until_ready()
-        yield server
+        with server:
+            yield server
     finally:
-        server.kill()
         kill_session(second.pid)
         second.wait()
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from simple_offload.backends.base import Barrier, Direction, PagePart
+from simple_offload.backends.base import Barrier, Direction, Measurement, PagePart
 from simple_offload.backends.host import HostBackend
 from simple_offload.transfer import Transfer
 from tests.simulation.identity import Identities
@@ -79,6 +79,10 @@ class ScriptedCopy:
     def remaining_seconds(self, num_groups: int | None = None) -> float:
         self.nearly_done = self.nearly_done or self.device.estimate(self)
         return 0.0 if self.nearly_done else math.inf
+
+    def measure(self) -> Measurement:
+        """Long copies, so that most loads are divided (``simple_offload.worker.overlap``)."""
+        return Measurement(1.0, {})
 
     def hold_compute(self, num_groups: int | None = None) -> None:
         hold = _Hold(self, min(num_groups or self.num_groups, self.num_groups))
@@ -145,6 +149,9 @@ class ScriptedDevice(HostBackend):
     Without the barrier, the copy may run before compute that it should wait for. From that
     moment until its end, the destination of the copy holds garbage.
     """
+
+    least_part_bytes = 1
+    """Scripted pages are small."""
 
     def __init__(self) -> None:
         super().__init__()

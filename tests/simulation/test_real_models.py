@@ -6,6 +6,7 @@ import pytest
 from vllm.model_executor.models.registry import ModelRegistry
 
 from simple_offload.vllm_compat import vllm_version
+from tests.conftest import daily
 from tests.simulation.device import layer_spec
 from tests.simulation.real_models import REAL_MODELS, describe, plan_groups
 from tests.simulation.real_shape import RealShape, draw, has_intervals, real_config, shrunk_groups
@@ -109,19 +110,25 @@ def test_the_simulator_plays_these_groups(name: str) -> None:
     assert len(set(pages.values())) == len(pages)
 
 
-@pytest.mark.parametrize("name", REAL_MODELS)
-def test_scripts(name: str) -> None:
-    """Hits with each retention interval, with and without async scheduling."""
-    for retention in (0, None, 2) if has_intervals(name) else (0, None):
-        for asynchronous in (False, True):
-            # Each runner with and without async scheduling, over the intervals.
-            v2_runner = asynchronous == (retention == 0)
-            script = draw(
-                0, name, retention=retention, async_scheduling=asynchronous, v2_runner=v2_runner
-            )
-            outcome = Play(script.without_faults()).run()
-            assert outcome.num_finished == outcome.num_requests
-            assert outcome.num_blocks_loaded > 0, script
+_HITS = [
+    (name, retention, asynchronous)
+    for number, name in enumerate(REAL_MODELS)
+    for retention in ((0, None, 2) if has_intervals(name) else (0, None))
+    for asynchronous in ((False, True) if number % 2 else (True, False))
+]
+"""Each retention interval, with and without async scheduling. Half of them a day: each model and
+interval, and async scheduling of every other model."""
+
+
+@pytest.mark.parametrize("hit", daily(_HITS, 2), ids=str)
+def test_scripts(hit: tuple[str, int | None, bool]) -> None:
+    name, retention, asynchronous = hit
+    # Each runner with and without async scheduling, over the intervals.
+    v2_runner = asynchronous == (retention == 0)
+    script = draw(0, name, retention=retention, async_scheduling=asynchronous, v2_runner=v2_runner)
+    outcome = Play(script.without_faults()).run()
+    assert outcome.num_finished == outcome.num_requests
+    assert outcome.num_blocks_loaded > 0
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)

@@ -35,7 +35,6 @@ from simple_offload.metadata import StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.transfer import Transfer
-from simple_offload.worker import layer_groups, overlap
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity, promises, second_tier, wishes
@@ -49,9 +48,6 @@ from tests.simulation.runner import Runner
 from tests.simulation.second_tier import SECONDS_OF_A_STEP, ScriptedDisk
 from tests.simulation.shape import SAYS_REPLICAS, Shape
 from tests.simulation.vllm_config import make_vllm_config
-
-layer_groups.MIN_BYTES = 1  # scripted pages are small
-overlap.LEAST_LAGS = 0.0  # no time passes here
 
 
 @dataclass(eq=False)

@@ -1,7 +1,6 @@
 """KV bytes of a token, as vLLM plans them, against numbers derived by hand."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ pytest.importorskip("vllm")
 
 from simple_offload.config import ConfigError
 from simple_offload.sizing.model_bytes import ModelBytes, parse_plan, plan_model
+from simple_offload.sizing.planning import main
+from tests.forked import in_child
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -151,18 +152,12 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unknown": (LLAMA_8B | {"architectures": ["LamaForCausalLM"], "model_type": "lama"}, {}),
     "unknown type": (LLAMA_8B, {"kv_cache_dtype": "fp7"}),
 }
-_CHILD = """
-import gc, json, sys
-gc.disable()
-from simple_offload.sizing.planning import main
-for arguments in json.loads(sys.argv[1]):
-    main(arguments)
-"""
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers to all cases, of one process: imports take most of its time."""
+    """The answers to all cases, of one process, forked from this one: imports take most of the time
+    of a new one."""
     folder = tmp_path_factory.mktemp("plans")
     arguments = []
     for number, (config, changed) in enumerate(CASES.values()):
@@ -171,11 +166,16 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         options = {"tensor_parallel_size": 1, "kv_cache_dtype": "auto", "block_size": None}
         given = {"config": str(path), **options, **changed}
         arguments.append([json.dumps(given), str(folder / f"{number}.answer")])
-    subprocess.run([sys.executable, "-c", _CHILD, json.dumps(arguments)], check=True)
+    in_child(_plan_all, arguments)
     return {
         name: json.loads((folder / f"{number}.answer").read_text())
         for number, name in enumerate(CASES)
     }
+
+
+def _plan_all(arguments: list[list[str]]) -> None:
+    for each in arguments:
+        main(each)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Tests of a version of vLLM: test_versions.py runs them on each."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,7 +8,11 @@ import pytest
 import vllm
 
 from simple_offload import vllm_compat
+from simple_offload.sizing.model_bytes import parse_plan
+from simple_offload.sizing.planning import plan
+from tests.forked import in_child
 from tests.simulation.script import play
+from tests.sizing.test_model_bytes import DEEPSEEK_V32
 
 
 def test_this_is_the_first_on_the_path() -> None:
@@ -15,6 +20,15 @@ def test_this_is_the_first_on_the_path() -> None:
     assert Path(vllm.__file__).is_relative_to(folder)
     assert vllm.__version__ in folder
     vllm_compat.require_supported_vllm()
+
+
+def test_a_models_bytes(tmp_path: Path) -> None:
+    """With rules of GPUs, on this CPU: FlashMLA's format of sparse latents, and keys of the index
+    (tests/sizing/test_model_bytes.py)."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V32 | {"num_hidden_layers": 4}))
+    model = parse_plan(in_child(plan, str(path), 8, "fp8", None))
+    assert model.token_per_rank == 4 * (512 + 4 * 4 + 64 * 2 + 128 + 4)
 
 
 @pytest.mark.parametrize("first", [100, pytest.param(0, marks=pytest.mark.slow)])

@@ -1,5 +1,5 @@
-"""A process that has shared memory, and does with it what a test says. It starts in a second: it
-imports no vLLM."""
+"""A process that has shared memory, and does with it what a test says. It is forked: to import
+torch takes seconds."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from typing import Any
 from simple_offload.shared_memory import Address, SharedMemory
 
 PATIENCE_SECONDS = 30.0
-_spawn = multiprocessing.get_context("spawn")
+_fork = multiprocessing.get_context("fork")
 
 
 class MemoryProcess:
     """A process that creates memory, or opens that of another process at ``address``."""
 
     def __init__(self, address: Address | None = None) -> None:
-        here, there = _spawn.Pipe()
+        here, there = _fork.Pipe()
         self._connection = here
-        self._process = _spawn.Process(target=_serve, args=(there, address), daemon=True)
+        self._process = _fork.Process(target=_serve, args=(here, there, address), daemon=True)
         self._process.start()
         there.close()
 
@@ -76,7 +76,8 @@ def descriptor_of(_: SharedMemory, path: str) -> int:
 _kept: list[Any] = []
 
 
-def _serve(connection: Connection, address: Address | None) -> None:
+def _serve(parents: Connection, connection: Connection, address: Address | None) -> None:
+    parents.close()  # else its end would not be seen
     memory = SharedMemory.create() if address is None else SharedMemory.open(address)
     while True:
         try:

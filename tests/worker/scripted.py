@@ -84,6 +84,8 @@ class ScriptedBackend:
     """Copies nothing. A test scripts each transfer by its id, and each chunk of host memory by its
     number, from 0."""
 
+    least_part_bytes = 1
+
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         self.chunk_bytes = chunk_bytes
         self.log: Log = []

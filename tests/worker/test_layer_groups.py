@@ -5,7 +5,6 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.worker import layer_groups
 from simple_offload.worker.layer_groups import LayerGroups
 from simple_offload.worker.regions import find_regions
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, mixed_group, window
@@ -20,14 +19,9 @@ HEADS_OUTERMOST = "BHLNC"
 """Every layer has bytes near a block's end."""
 
 
-@pytest.fixture(autouse=True)
-def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_groups, "MIN_BYTES", 1)
-
-
-def find(memory: KVMemory, num_groups: int = 4) -> LayerGroups | None:
+def find(memory: KVMemory, num_groups: int = 4, least_part_bytes: int = 1) -> LayerGroups | None:
     regions = find_regions(memory.kv_caches, memory.config)
-    return LayerGroups.find(memory.kv_caches, regions, num_groups)
+    return LayerGroups.find(memory.kv_caches, regions, least_part_bytes, num_groups)
 
 
 def groups_of(cache: torch.Tensor, found: LayerGroups, regions: list[torch.Tensor]) -> set[int]:
@@ -76,14 +70,13 @@ def test_groups_are_of_equal_size_and_have_whole_layers(layout: str) -> None:
     assert found.num_needed == dict(zip("abcdefgh", (1, 1, 2, 2, 3, 3, 4, 4), strict=True))
 
 
-def test_pages_are_not_cut_into_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_not_cut_into_small_parts() -> None:
     """Fewer groups where parts would be too small. Whole pages may be small."""
     page = full().page_size_bytes
-    for min_bytes, num_groups in ((2 * page, 4), (2 * page + 1, 2), (4 * page + 1, 0)):
-        monkeypatch.setattr(layer_groups, "MIN_BYTES", min_bytes)
+    for least_part_bytes, num_groups in ((2 * page, 4), (2 * page + 1, 2), (4 * page + 1, 0)):
         for layout, expected in (("BLHNC", num_groups), ("LBHNC", 4)):
             memory = make_kv_memory([group(full(), *"abcdefgh")], 5, KVCacheLayout[layout])
-            found = find(memory)
+            found = find(memory, least_part_bytes=least_part_bytes)
             assert (len(found.parts) if found is not None else 0) == expected
 
 
@@ -99,7 +92,7 @@ def test_without_a_view_of_each_layer_there_are_no_groups() -> None:
     memory = make_kv_memory([ABCDEF], 5, KVCacheLayout.LBHNC)
     regions = find_regions(memory.kv_caches, memory.config)
     raw = memory.kv_caches | {"c": memory.storage}
-    assert LayerGroups.find(raw, regions) is None
+    assert LayerGroups.find(raw, regions, 1) is None
     elsewhere = memory.kv_caches | {"c": memory.kv_caches["c"].clone()}
-    assert LayerGroups.find(elsewhere, regions) is None
-    assert LayerGroups.find({}, []) is None
+    assert LayerGroups.find(elsewhere, regions, 1) is None
+    assert LayerGroups.find({}, [], 1) is None

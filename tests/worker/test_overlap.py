@@ -240,7 +240,6 @@ def test_the_last_bytes_may_come_while_the_first_layers_compute(
 
 def test_short_loads_come_as_a_whole(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute could begin just before their end."""
-    monkeypatch.setattr(overlap, "LEAST_LAGS", 3.0)
 
     def end(number: int, lag: float, seconds: float) -> None:
         """A load that takes ``seconds``, and whose request is computed ``lag`` after the news."""

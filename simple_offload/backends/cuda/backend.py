@@ -52,6 +52,7 @@ class CudaBackend:
     """Copies by DMA or by kernel, whichever is quicker on this GPU for the size of page."""
 
     chunk_bytes = 1 << 30
+    least_part_bytes = 256 << 10  # smaller descriptors take longer
 
     def __init__(self, copy_path: CopyPath = "auto") -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())

@@ -37,7 +37,7 @@ from tests.simulation.world import World
 # States
 
 
-@mutation(AtOnce, "_num_complete_blocks", STATES)
+@mutation(AtOnce, "_num_complete_blocks", STATES.beginning_with(14))
 def store_the_running_state(
     num_complete: Any, self: AtOnce, request: Any, group: int, num_blocks: int
 ) -> Any:
@@ -127,7 +127,7 @@ _COMPUTED: dict[str, int] = {}
 """By request, the sum of its scheduled tokens, with those that were found first."""
 
 
-@mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3, first_seed=9))
+@mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3, first_seed=21))
 def count_rejected_drafts_as_computed(
     on_allocated: Any, self: StorePolicy, request: Any, *arguments: Any
 ) -> None:
@@ -229,7 +229,7 @@ def wait_for_hooks_of_steps_without_tokens(
         num_drafted=2,
         v2_runner=False,
         otherwise={"v2_runner": True},
-        first_seed=2,
+        first_seed=9,
     ),
 )
 def submit_stores_with_results(poll: Any, self: OffloadWorker) -> Any:

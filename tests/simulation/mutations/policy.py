@@ -27,6 +27,7 @@ from tests.simulation.mutations.situations import (
     FULL_DEVICE,
     INNER_HITS,
     NO_ROOM,
+    ORDINARY,
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
     SAME_PROMPTS,
@@ -84,7 +85,7 @@ def wait_for_the_loads_of_others_for_ever(original: Any, self: Gate, request_id:
 load_what_others_load = always(Gate, "_shares_load", False, SAME_PROMPTS)
 
 
-@mutation(Gate, "ask", SAME_PROMPTS)
+@mutation(Gate, "ask", SAME_PROMPTS.beginning_with(58))
 def let_others_pass_a_request_without_room(ask: Any, self: Gate, request: Any, *rest: Any) -> Any:
     """Those behind it may be parked instead, so that there is no room in the next step either."""
     has_room = self._parked.has_room(request)
@@ -196,7 +197,7 @@ def say_nothing_of_inner_keys(
     on_cached(self, key, (), *rest)
 
 
-@mutation(Stores, "plan")
+@mutation(Stores, "plan", ORDINARY.beginning_with(27))
 def give_a_block_the_payload_of_its_parent(
     plan: Any, self: Stores, run: Any, *arguments: Any
 ) -> Any:

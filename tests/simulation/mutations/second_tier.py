@@ -47,7 +47,7 @@ go_on_after_a_reset = always(SecondTier, "reset", None, NEW_WEIGHTS)
 # Time
 
 
-@mutation(EngineTime, "__call__", FROZEN)
+@mutation(EngineTime, "__call__", FROZEN.beginning_with(9))
 def count_time_without_steps(_: Any, self: EngineTime) -> float:
     """A tier that has answered at once seems to hang."""
     return self.clock()
@@ -66,7 +66,7 @@ def offer_blocks_before_they_are_read(start_reads: Any, self: SecondTier) -> Non
                 read.check.set_result(len(read.keys))
 
 
-@mutation(SecondTier, "_end_wait", LATE_OBJECTS)
+@mutation(SecondTier, "_end_wait", LATE_OBJECTS.beginning_with(11))
 def free_blocks_when_the_request_goes_on(
     end_wait: Any, self: SecondTier, request_id: str, result: str | None
 ) -> None:
@@ -79,7 +79,7 @@ def free_blocks_when_the_request_goes_on(
                 self._tier.unpin(read.blocks)
 
 
-@mutation(SecondTier, "_plan", OBJECTS_AND_DUPLICATES)
+@mutation(SecondTier, "_plan", OBJECTS_AND_DUPLICATES.beginning_with(8))
 def allocate_while_vllm_schedules(plan: Any, self: SecondTier, *arguments: Any) -> None:
     """The policy does not know yet what the device has let go of in this step."""
     plan(self, *arguments)

@@ -213,7 +213,7 @@ def _drop_barrier(direction: Direction, shown_by: Situation) -> Mutation:
     return ignore
 
 
-drop_store_barrier = _drop_barrier(Direction.STORE, ORDINARY)
+drop_store_barrier = _drop_barrier(Direction.STORE, ORDINARY.beginning_with(13))
 drop_load_barrier = _drop_barrier(Direction.LOAD, WRITE_HAZARDS)
 think_free_blocks_untouched = always(WriteHazards, "may_touch", False, WRITE_HAZARDS)
 

@@ -22,7 +22,7 @@ def store_what_is_kept_out(
     on_allocated(self, request, found, loaded, replace(wishes, store=True))
 
 
-@mutation(Residency, "on_hit", WISHES)
+@mutation(Residency, "on_hit", WISHES.beginning_with(27))
 def store_what_requests_hit_that_want_nothing_stored(
     on_hit: Any, self: Residency, block_ids: Any, _: Any
 ) -> Any:
@@ -54,7 +54,7 @@ def forget_that_a_hit_block_is_reserved(pin: Any, self: EvictionOrder, blocks: A
 release_what_others_have_found = always(Owners, "share", None, WISHES)
 
 
-@mutation(StorePolicy, "_own", WISHES)
+@mutation(StorePolicy, "_own", WISHES.beginning_with(12))
 def own_what_was_there(
     own: Any, self: StorePolicy, progress: Any, group: int, keys: Any, lacking: Any
 ) -> None:

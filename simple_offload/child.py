@@ -1,0 +1,34 @@
+"""Answers of a module that runs in a process of its own, as an import may end it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def ask(module: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
+    """Run ``python -m MODULE OPTIONS FILE`` for at most ``seconds``. OPTIONS is a JSON object, and
+    the module writes JSON to FILE. It is not to ask Hugging Face's hub for anything. Returns the
+    content of FILE (None if there is none), and how the process ended."""
+    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
+        answer = Path(folder) / "answer.json"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module, json.dumps(options), str(answer)],
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=seconds,
+                check=False,
+            )
+            last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            end = f"the process ended with code {done.returncode}: {last_line}"
+        except subprocess.TimeoutExpired:
+            end = f"the process did not end within {seconds} s"
+        return (json.loads(answer.read_text()) if answer.exists() else None), end
