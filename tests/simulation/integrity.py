@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
+from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.protections import PROTECTIONS_SHARE
 from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.prompt_records import PromptRecords
@@ -194,6 +195,11 @@ def releasable(tier: CpuTier, keys: Iterable[BlockHashWithGroupId]) -> list[Bloc
     free = [block for block in blocks if block.ref_cnt == 0]
     plain = [block for block in free if tier._order._codes[block.block_id] < _RESERVED]
     return [block.block_hash for block in plain if block.block_hash is not None]
+
+
+def boundaries_of(scheduler: OffloadScheduler) -> Boundaries | None:
+    """Where requests have ended, if the policy remembers it."""
+    return getattr(scheduler._policy, "_boundaries", None)
 
 
 def bypassed(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:

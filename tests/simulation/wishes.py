@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
@@ -85,6 +85,8 @@ class Releases:
         self._scheduler = scheduler
         self._session: bytes | None = None
         """Of the request that is ending."""
+        self._supersedes = False
+        """Whether what is released has been read for the last time, without any wish."""
         self._released_by: dict[BlockHashWithGroupId, bytes] = {}
         self._finders: dict[BlockHashWithGroupId, set[bytes]] = {}
         """By key, the sessions whose requests have hit it."""
@@ -94,6 +96,8 @@ class Releases:
         watch(scheduler, "build_connector_meta", self._watch_step)
         watch(scheduler, "request_finished", self._watch_end)
         watch(scheduler.tier, "release", self._watch_release)
+        if (boundaries := integrity.boundaries_of(scheduler)) is not None:
+            watch(boundaries, "hit", self._watch_hit)
         watch(scheduler._device_pool, "_maybe_evict_cached_block", self._watch_device)
         watch(scheduler._device_pool, "reset_prefix_cache", self._watch_device_reset)
 
@@ -135,8 +139,21 @@ class Releases:
         self._session = None
         return answer
 
+    def _watch_hit(self, hit: Any, *arguments: Any) -> Any:
+        self._supersedes = True
+        answer = hit(*arguments)
+        self._supersedes = False
+        return answer
+
     def _watch_release(self, release: Any, keys: Iterable[BlockHashWithGroupId]) -> None:
         keys = list(keys)
+        if self._supersedes:
+            chained = [
+                key for key in keys if get_group_id(key) in self._scheduler.groups.chained_ids
+            ]
+            assert not chained, "the chain of a prefix is released"
+            release(keys)
+            return
         if self._session is not None:
             self._released_by.update(dict.fromkeys(keys, self._session))
         released = integrity.releasable(self._scheduler.tier, keys)

@@ -1,9 +1,11 @@
 """AtOnce: stores each block when it is complete."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
@@ -12,9 +14,11 @@ from vllm.v1.core.kv_cache_utils import (
 
 from simple_offload import metrics
 from simple_offload.miss_reason import MissReason
+from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.free_queue_scan import StepLimits
 from simple_offload.scheduler.policy.residency import StoreRule
 from simple_offload.scheduler.policy.store_policy import (
+    Begun,
     Completed,
     PolicyParts,
     Progress,
@@ -61,6 +65,9 @@ class AtOnce(StorePolicy):
         reserve = StepLimits.from_config(parts.vllm_config, sizes).reserve
         self._reserve = min(reserve, len(self._device_pool.blocks) // 4)
         """Free device blocks that no store takes, for running requests."""
+        self._boundaries = Boundaries(self._groups, self._tier)
+        self._unchained_ids = set(self._groups.ids).difference(self._groups.chained_ids)
+        """Groups of windows or states."""
         self._released: dict[BlockHashWithGroupId, bytes | None] = {}
         """Released contents whose stores are in flight, and their owner."""
 
@@ -75,6 +82,12 @@ class AtOnce(StorePolicy):
         due = self._on_scheduled(scheduled)
         self._record_states(_boundary_states(scheduled))
         self._record_due(due)
+
+    def _begin(self, begun: Begun) -> None:
+        super()._begin(begun)
+        progress = self._progress[begun.request.request_id]
+        hashes = begun.request.block_hashes
+        progress.boundary = self._boundaries.hit(hashes, progress.num_found_tokens)
 
     def on_load_ended(self, *_: object) -> None:
         """A request records all of its blocks."""
@@ -105,12 +118,15 @@ class AtOnce(StorePolicy):
         for group, first, blocks, all_keys in completed:
             keys, stop = all_keys[count - 1 :: count], progress.num_hit_tokens // sizes[group]
             hits = set(self._groups.keys(hashes, group, first, stop)) if first < stop else set()
-            self._tier.touch([key for key in keys if key in hits])
+            # It does not read earlier windows and states, although the device has them.
+            start = max(first, self._groups.first_read(progress.num_found_tokens, group))
+            read = set(self._groups.keys(hashes, group, start, stop)) if first < start else hits
+            self._tier.touch([key for key in keys if key in read])
             # Without its head it was no hit, and must not outlive that.
             self._tier.renew([key for key in keys if key not in hits])
             # Also those that have left the block table: windows and states.
             stop = progress.num_recorded[group]
-            own = self._tier.ids_of(self._groups.keys(hashes, group, first, stop))
+            own = self._tier.ids_of(self._groups.keys(hashes, group, start, stop))
             progress.own.update(own)
             parts.append((group, blocks, keys, hits))
         for group, blocks, keys, hits in parts:
@@ -133,11 +149,29 @@ class AtOnce(StorePolicy):
             self._own(progress, int(get_group_id(key)), (), lacking.intersection([key]))
         self._follow_computed(keys, lacking)
         self._store_unhashed(progress.request, unhashed, progress.own)
-        # What the next turn needs must not make room before others.
-        hashes = progress.request.block_hashes
-        for group in self._groups.ids:
-            stop = progress.num_recorded[group]
-            self._tier.renew(self._groups.keys(hashes, group, 0, stop))
+        self._renew(progress)
+        return keys
+
+    def _renew(self, progress: Progress) -> None:
+        """A request ends. What the next turn needs must not make room before others; what only the
+        turns before needed makes room first."""
+        request, groups = progress.request, self._groups
+        hashes = request.block_hashes
+        for group in groups.chained_ids:
+            self._tier.renew(groups.keys(hashes, group, 0, progress.num_recorded[group]))
+        # A repeated prompt, or one with another last question, goes on at the prompt's end.
+        ends = (request.num_prompt_tokens - 1, self._num_hashed_tokens(request))
+        needed = {groups.next_hit(end): self._needed(hashes, end) for end in ends}
+        self._tier.renew(dict.fromkeys(chain(*needed.values())))
+        left = {n: keys for n, keys in needed.items() if keys and not self._stores.absent(keys)}
+        self._boundaries.add(hashes, left, progress.boundary)
+
+    def _needed(self, hashes: list[BlockHash], num_tokens: int) -> list[BlockHashWithGroupId]:
+        """Keys of the windows and states that must be there for the next hit."""
+        keys = []
+        for group in self._unchained_ids:
+            blocks = self._groups.needed_blocks(num_tokens, group)
+            keys += self._groups.keys(hashes, group, blocks.start, blocks.stop)
         return keys
 
     def _record_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
@@ -277,11 +311,7 @@ class AtOnce(StorePolicy):
         groups = self._groups
         if group not in groups.stable_ids:
             return stop
-        num_tokens = min(
-            confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size
-        )
-        num_unread = groups.num_unread_tokens(groups.next_hit(num_tokens), group)
-        first = num_unread // groups.block_sizes[group]
+        first = groups.first_read(groups.next_hit(self._num_hashed_tokens(request)), group)
         has_all = first < stop and not table[first * groups.num_sub_blocks].is_null
         return first if has_all else stop
 
@@ -290,11 +320,14 @@ class AtOnce(StorePolicy):
         hash."""
         confirmed = confirmed_tokens(request)
         tokens = min(
-            confirmed,
-            self._groups.num_cacheable_tokens(confirmed, group),
-            len(request.block_hashes) * self._groups.hash_block_size,
+            self._num_hashed_tokens(request), self._groups.num_cacheable_tokens(confirmed, group)
         )
         return int(min(tokens // self._groups.block_sizes[group], num_blocks))
+
+    def _num_hashed_tokens(self, request: "Request") -> int:
+        """Confirmed tokens whose blocks may have a hash."""
+        num_known = len(request.block_hashes) * self._groups.hash_block_size
+        return min(confirmed_tokens(request), num_known)
 
     def _store_unhashed(
         self, request: "Request", unhashed: Sequence[Unhashed], keep: Set[int]

@@ -13,6 +13,7 @@ from simple_offload import metrics
 from simple_offload.config import OffloadConfig
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
+from simple_offload.scheduler.policy.boundaries import Boundary
 from simple_offload.scheduler.policy.owners import Owners, session_of
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
 from simple_offload.scheduler.policy.protections import Protections
@@ -42,14 +43,21 @@ class Progress:
     num_recorded: list[int]
     num_hit_tokens: int
     """Tokens that the device had."""
-    loads: bool
-    """Whether the tier fills blocks of it before it runs."""
+    num_loaded_tokens: int
+    """Tokens behind them that the tier fills in before it runs."""
     rule: StoreRule
     wishes: Wishes
     num_ahead: int = 0
     """Recorded blocks that have been stored early, or need not be."""
+    boundary: Boundary | None = None
+    """Where it has gone on, if an earlier request ended there."""
     own: set[int] = field(default_factory=set)
     """Host blocks that must not make room for its rest, in a tier that is not exclusive."""
+
+    @property
+    def num_found_tokens(self) -> int:
+        """Tokens that it need not compute."""
+        return self.num_hit_tokens + self.num_loaded_tokens
 
     @property
     def may_release(self) -> bool:
@@ -190,7 +198,7 @@ class StorePolicy(ABC):
                 stop = confirmed_tokens(request) // self._groups.block_sizes[group]
                 keys = self._groups.keys(request.block_hashes, group, 0, stop)
                 self._tier.history.note(MissReason.RESET, keys)
-        if progress is None or loading or not (has_run or progress.loads):
+        if progress is None or loading or not (has_run or progress.num_loaded_tokens):
             return
         self._record(progress)  # the last step's output may have given a block its hash
         if progress.wishes.release and not self._tier.num_empty:
@@ -262,7 +270,7 @@ class StorePolicy(ABC):
             request,
             num_recorded,
             num_hit_tokens,
-            num_loaded_tokens > 0,
+            num_loaded_tokens,
             rule,
             wishes,
         )
@@ -396,10 +404,16 @@ class StorePolicy(ABC):
         if wishes.release:
             self._protections.end(progress.session)
         elif wishes.protect and wishes.store:
+            prompt_hit = groups.next_hit(request.num_prompt_tokens - 1)
             keys = [
                 key
                 for group in groups.ids
-                for key in groups.keys(request.block_hashes, group, 0, progress.num_recorded[group])
+                for key in groups.keys(
+                    request.block_hashes,
+                    group,
+                    groups.first_read(prompt_hit, group),
+                    progress.num_recorded[group],
+                )
             ]
             self._protections.add(progress.session, wishes.protect, [*keys, *further])
             return

@@ -117,12 +117,23 @@ class Groups:
         )
         return count
 
+    def first_read(self, num_tokens: int, group: int) -> int:
+        """The first block of ``group`` that is read after a hit of ``num_tokens`` tokens: of
+        windows and states, those before it are not."""
+        if group in self.chained_ids:
+            return 0
+        return self.num_unread_tokens(num_tokens, group) // self.block_sizes[group]
+
     def next_hit(self, num_tokens: int) -> int:
         """Tokens that a longer request can hit if the blocks of its first ``num_tokens`` tokens
         are all there."""
-        block_size = self._coordinator.scheduler_block_size
-        dropped = block_size if self._coordinator.eagle_group_ids else 0
-        return max(0, num_tokens // block_size * block_size - dropped)
+        dropped = self._coordinator.scheduler_block_size if self._coordinator.eagle_group_ids else 0
+        return max(0, self._whole(num_tokens) - dropped)
+
+    def needed_blocks(self, num_tokens: int, group: int) -> range:
+        """The blocks of ``group`` that must be there for ``next_hit``."""
+        first = self.first_read(self.next_hit(num_tokens), group)
+        return range(first, self._whole(num_tokens) // self.block_sizes[group])
 
     def num_cacheable_tokens(self, num_tokens: int, group: int) -> int:
         """Number of a request's first ``num_tokens`` tokens whose blocks in ``group`` can be found
@@ -150,7 +161,11 @@ class Groups:
         that the device has a part of."""
         if self.num_sub_blocks == 1:
             return num_computed_tokens
-        return num_computed_tokens - num_computed_tokens % self._coordinator.scheduler_block_size
+        return self._whole(num_computed_tokens)
+
+    def _whole(self, num_tokens: int) -> int:
+        """Of ``num_tokens`` tokens, those in whole blocks of every group."""
+        return num_tokens - num_tokens % self._coordinator.scheduler_block_size
 
 
 def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:

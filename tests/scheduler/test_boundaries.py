@@ -1,0 +1,48 @@
+"""Boundaries: windows and states of a session's earlier turns make room first."""
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import Driver, prompt
+
+
+def turn(driver: Driver, name: str, history: list[int], family: int) -> list[int]:
+    """Serve a request with 8 new tokens; the device forgets all. Returns prompt and answer."""
+    tokens = driver.serve(name, [*history, *prompt(8, family)], max_tokens=5)
+    driver.empty_device_cache()
+    return tokens
+
+
+def begins(driver: Driver, history: list[int]) -> int:
+    """Tokens that the next turn would find."""
+    return driver.found([*history, 96])
+
+
+def evict_some(driver: Driver) -> None:
+    """Serve others until the tier has evicted a few blocks."""
+    family = 50
+    while driver.tier.num_evicted < 3:
+        driver.serve(f"other {family}", prompt(5, family))
+        family += 1
+
+
+def test_the_turn_before_the_last_hit_makes_room_first(drive: MakeDriver) -> None:
+    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=70)
+    once = turn(driver, "once", prompt(16, 1), 2)
+    first = turn(driver, "first", prompt(16), 3)
+    second = turn(driver, "second", first, 4)
+    third = turn(driver, "third", second, 5)
+    assert begins(driver, first) == len(first) // 4 * 4
+    others = (once, second, third)
+    before = [begins(driver, history) for history in others]
+    evict_some(driver)
+    assert begins(driver, first) < len(first) // 4 * 4
+    assert [begins(driver, history) for history in others] == before
+
+
+def test_a_turn_from_which_two_went_on_stays(drive: MakeDriver) -> None:
+    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=70)
+    first = turn(driver, "first", prompt(16), 3)
+    branches = [turn(driver, f"branch {family}", first, family) for family in (4, 5)]
+    for family, history in enumerate(branches, 6):
+        turn(driver, f"next {family}", history, family)
+    evict_some(driver)
+    assert begins(driver, first) == len(first) // 4 * 4
