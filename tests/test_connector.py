@@ -210,6 +210,18 @@ def test_layers_on_an_npu(
     supported.require_supported_layers(served)
 
 
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_groups_in_host_memory_are_refused(
+    make_vllm_config: MakeVllmConfig, role: KVConnectorRole
+) -> None:
+    """On each rank before it opens memory: its regions would be others' (HiSparse)."""
+    groups = [group(SPEC, "a"), replace(group(SPEC, "b"), host_resident=True)]
+    with pytest.raises(ConfigError, match=r"in host memory already .*; allowed: one of both"):
+        KVConnectorFactory.create_connector(
+            make_vllm_config(EXTRA_CONFIG), role, KVCacheConfig(6, [], groups)
+        )
+
+
 def test_a_second_tier_that_is_impossible_is_refused_before_memory_is_measured(
     make_vllm_config: MakeVllmConfig,
 ) -> None:

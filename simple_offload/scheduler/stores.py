@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
 
 from simple_offload import metrics
 from simple_offload.miss_reason import MissReason
@@ -123,12 +123,16 @@ class Stores:
         if store is None:
             return None
         if ended.ok and not store.cancelled:
-            useless = self._tier.commit(store.runs)
-            num_useless = sum(map(len, useless))
+            moved = [run for run in store.runs if self._has_moved(run)]
+            for run in moved:
+                self._tier.unpin(run.host_blocks)
+            runs = [run for run in store.runs if run not in moved]
+            useless = self._tier.commit(runs)
+            num_useless = sum(map(len, useless)) + sum(len(run.host_blocks) for run in moved)
             self._meter.add(metrics.STORED, len(store.host_blocks) - num_useless)
             self._meter.add(metrics.DROPPED, num_useless, "obsolete")
             for callback in self.on_committed:
-                for run, places in zip(store.runs, useless, strict=True):
+                for run, places in zip(runs, useless, strict=True):
                     callback(run, places)
         else:
             self._tier.unpin(store.host_blocks)
@@ -165,6 +169,13 @@ class Stores:
         """Whether the end of a store, planned or in flight, would return a device block to the
         pool."""
         return any(block.ref_cnt == 1 for block in self.device_blocks)
+
+    def _has_moved(self, run: Run) -> bool:
+        """Whether vLLM has given the keys of states to other blocks since the store was planned,
+        and may have overwritten these (vllm#57505)."""
+        if not run.on_device or get_group_id(run.keys[0]) in self._groups.stable_ids:
+            return False
+        return list(block_pool.keys_of(run.device_blocks)) != list(run.keys)
 
     def _is_coming(self, key: bytes) -> bool:
         """Whether ``key`` is on its way to the tier."""

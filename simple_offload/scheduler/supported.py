@@ -67,7 +67,13 @@ def _require_supported_ascend_options(options: Any) -> None:
 
 def require_supported_layers(kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for layers whose KV this device's vLLM does not keep as this version
-    expects. Every rank checks its own: vLLM's scheduler is told of one layer of a group."""
+    expects. Every rank checks its own, before it opens memory: vLLM's scheduler is made later, and
+    told of one layer of a group."""
+    if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            "KV cache groups that live in host memory already (as HiSparseConnector has them) are "
+            "not supported; allowed: one of both connectors"
+        )
     if not _is_on_npu():
         return
     for group in kv_cache_config.kv_cache_groups:
@@ -113,8 +119,6 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
             "mamba_cache_mode='none': vLLM keeps no state that a later request could start from; "
             "allowed: 'align', which vLLM chooses when enable_prefix_caching is on"
         )
-    if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
-        raise ConfigError("KV cache groups that live in host memory already are not supported")
 
 
 def require_right_states(coordinator: "KVCacheCoordinator", hash_block_size: int) -> None:

@@ -6,6 +6,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.policy.at_once import _boundary_states
+from simple_offload.scheduler.tier import block_pool
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import get
@@ -148,3 +149,17 @@ def test_a_state_does_not_displace_the_prefix_that_its_request_has_hit(
         driver.empty_device_cache()
     driver.serve("b", [*prompt(18), *prompt(10, family=3)])
     assert driver.found(prompt(18)) == 16
+
+
+def test_a_state_that_loses_its_key_during_its_store_is_not_committed(drive: MakeDriver) -> None:
+    """vLLM would overwrite the running state then (vllm#57505). No policy plans such a store."""
+    driver = drive(windows=(0,), num_states=1)
+    request = driver.start("a", prompt(18), max_tokens=2)
+    driver.step_until(lambda: not driver.world.requests)
+    assert driver.pending(STORE)
+    key = driver.scheduler.groups.key_at(request.block_hashes, STATE, 16)
+    (block,) = block_pool.blocks_with(driver.device_pool, [key])
+    driver.device_pool.evict_blocks({block.block_id})
+    driver.run()
+    assert state_of(driver, request, 16) is None
+    assert driver.tier.num_used > 0

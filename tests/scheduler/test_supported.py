@@ -30,10 +30,9 @@ STATES = {"kv_cache_spec": replace(MAMBA, mamba_cache_mode="align")}
     ("last_group", "extra_config", "complaint"),
     [
         (ONE_STATE, {}, r"mamba_cache_mode='none': .*; allowed: 'align'"),
-        ({"host_resident": True}, {}, "in host memory already"),
         (STATES, {"cpu_block_size": 8}, r"cpu_block_size=8: .* state .*; allowed: 4, or no"),
     ],
-    ids=["one state", "host memory", "sub-blocks of states"],
+    ids=["one state", "sub-blocks of states"],
 )
 def test_unsupported_models_and_settings_are_refused(
     windows: tuple[int, ...],

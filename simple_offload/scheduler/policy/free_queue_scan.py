@@ -199,14 +199,15 @@ class FreeQueueScan:
     def _pass_newcomers(self, limit: int) -> None:
         """Pass the empty blocks that vLLM has put before all others. Start over if there are more
         than ``limit``, or others from an unknown place."""
-        if self._cursor is None:
+        cursor, passed = self._cursor, self._passed
+        if cursor is None:
             return
         for block in block_pool.free_blocks_after(self._device_pool, None, limit):
-            if block.block_id in self._passed or block is self._cursor:
+            if (block_id := block.block_id) in passed or block is cursor:
                 return
             if block.block_hash is not None:
                 break
-            self._passed.add(block.block_id)
+            passed.add(block_id)
         self._start_over()
 
     def _is_at_end(self) -> bool:

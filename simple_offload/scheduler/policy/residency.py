@@ -287,9 +287,9 @@ class Residency:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in blocks]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in blocks]
         stored = blocks[: len(self._stores.plan(run, self.covered, self._device_pool))]
-        for block in stored:
-            self._to_store.pop(block.block_id, None)
-        self._host_of[as_array([block.block_id for block in stored])] = _COMING
+        ids = [block.block_id for block in stored]
+        _pop_all(self._to_store, ids)
+        self._host_of[as_array(ids)] = _COMING
         return stored
 
     def cover(self, block_ids: Sequence[int]) -> None:

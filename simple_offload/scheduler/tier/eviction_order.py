@@ -114,9 +114,10 @@ class EvictionOrder:
         """Drop the last reference to blocks that have just been filled. ``duplicates``: the device
         has their contents too, and loses them soon."""
         code = _DUPLICATE if duplicates else _PROBATION
+        codes = self._codes
         for block in blocks:
             block.ref_cnt = 0
-            self._codes[block.block_id] = code
+            codes[block.block_id] = code
         if duplicates:
             self.num_duplicates += len(blocks)
             self._duplicates.append_n(list(reversed(blocks)))
@@ -184,19 +185,21 @@ class EvictionOrder:
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add a reference to each block. A request has hit their contents, and the device lacks
         them."""
-        codes = self._codes
+        codes, num_duplicates = self._codes, 0
         free: list[KVCacheBlock] = []
         counts = [0] * 16
         for block in blocks:
             block_id = block.block_id
             code = codes[block_id]
-            if block.ref_cnt == 0:
+            if not block.ref_cnt:
                 free.append(block)
                 counts[code] += 1
             block.ref_cnt += 1
             if code != _PROTECTED:
                 codes[block_id] = code & _RESERVED or _PROTECTED
-                self.num_duplicates -= (code & _DUPLICATE) > 0
+                if code & _DUPLICATE:
+                    num_duplicates += 1
+        self.num_duplicates -= num_duplicates
         self._unlink(free, [*counts[:_DUPLICATES], sum(counts[_DUPLICATES:])])
 
     def unpin(self, blocks: Sequence[KVCacheBlock], *, duplicates: bool = False) -> None:
@@ -205,18 +208,25 @@ class EvictionOrder:
         device has loaded their contents."""
         if not blocks:
             return
-        freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
-        codes = self._codes
+        codes, free = self._codes, []
         for block in reversed(blocks):
             block.ref_cnt -= 1
-            code = codes[block.block_id]
-            if duplicates:
-                self.num_duplicates += not code & _DUPLICATE
-                codes[block.block_id] = code = _DUPLICATE | code & _SEGMENT
-            if block.ref_cnt == 0:
-                freed[min(code, _DUPLICATES)].append(block)
-        if not duplicates:
-            self._note_use(blocks)
+            if not block.ref_cnt:
+                free.append(block)
+        if duplicates:
+            num_duplicates = 0
+            for block in blocks:
+                code = codes[block.block_id]
+                if not code & _DUPLICATE:
+                    num_duplicates += 1
+                codes[block.block_id] = _DUPLICATE | code & _SEGMENT
+            self.num_duplicates += num_duplicates
+            self._duplicates.prepend_n(free)
+            return
+        self._note_use(blocks)
+        freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
+        for block in free:
+            freed[min(codes[block.block_id], _DUPLICATES)].append(block)
         for segment in (_PROBATION, _PROTECTED, _RESERVED):
             self._queues[segment].append_n(freed[segment])
         self._empty.prepend_n(freed[_EMPTY])
