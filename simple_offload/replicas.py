@@ -81,14 +81,20 @@ def _count(spec: KVCacheSpec, num_ranks: int, dcp_size: int, num_kv_heads: int |
 
 
 def _num_kv_heads(vllm_config: "VllmConfig") -> int | None:
-    """KV heads of each layer of the model; None if the layers may differ, or a drafter has layers
-    of its own."""
-    if vllm_config.speculative_config is not None:
+    """KV heads of each layer of the model and its drafter; None if layers may differ."""
+    models, drafter = [vllm_config.model_config], vllm_config.speculative_config
+    if drafter is not None:
+        num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        if drafter.draft_parallel_config.tensor_parallel_size != num_ranks:
+            return None
+        models.append(drafter.draft_model_config)
+    try:
+        counts = {model.get_total_num_kv_heads() for model in models}
+    except AttributeError:  # no attention, as in a Medusa drafter
         return None
-    model = vllm_config.model_config
-    num_heads: int = model.get_total_num_kv_heads()
-    named = set(_head_counts(model.hf_text_config.to_dict()))
-    return num_heads if named == {num_heads} else None
+    for model in models:
+        counts.update(_head_counts(model.hf_text_config.to_dict()))
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _head_counts(config: Any, is_count: bool = False) -> Iterator[int]:

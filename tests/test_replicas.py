@@ -50,35 +50,45 @@ def mixed(*specs: KVCacheSpec) -> KVCacheSpec:
 @pytest.fixture
 def find(tmp_path: Path) -> Find:
     """A function that finds the replicas of a model with these groups. Its keywords: ``num_ranks``
-    of a stage, ``pcp`` and ``dcp`` as in vLLM, whether there is a drafter (``drafts``), ``model``
-    (more of the model's configuration), and ``untransferred`` groups."""
+    of a stage, ``pcp`` and ``dcp`` as in vLLM, the ``drafter``'s number of KV heads and its
+    ``draft_ranks``, ``model`` (more of the model's configuration), and ``untransferred`` groups."""
 
     def find(
         *specs: KVCacheSpec,
         num_ranks: int = 8,
         pcp: int = 1,
         dcp: int = 1,
-        drafts: bool = False,
+        drafter: int | None = None,
+        draft_ranks: int = 8,
         untransferred: tuple[int, ...] = (),
         **model: Any,
     ) -> Replicas:
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=128,
-            hidden_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=48,
-            **{"num_key_value_heads": 2} | model,
-        ).save_pretrained(tmp_path)
+        def configured(folder: Path, **model: Any) -> ModelConfig:
+            LlamaConfig(
+                architectures=["LlamaForCausalLM"],
+                vocab_size=128,
+                hidden_size=192,
+                num_hidden_layers=4,
+                num_attention_heads=48,
+                **model,
+            ).save_pretrained(folder)
+            return ModelConfig(model=str(folder), skip_tokenizer_init=True)
+
+        drafts = drafter and SimpleNamespace(
+            draft_model_config=configured(tmp_path / "drafter", num_key_value_heads=drafter),
+            draft_parallel_config=ParallelConfig(
+                distributed_executor_backend="mp", tensor_parallel_size=draft_ranks
+            ),
+        )
         vllm_config: Any = SimpleNamespace(
-            model_config=ModelConfig(model=str(tmp_path), skip_tokenizer_init=True),
+            model_config=configured(tmp_path / "model", **{"num_key_value_heads": 2} | model),
             parallel_config=ParallelConfig(
                 distributed_executor_backend="mp",
                 tensor_parallel_size=num_ranks,
                 prefill_context_parallel_size=pcp,
                 decode_context_parallel_size=dcp,
             ),
-            speculative_config=SimpleNamespace() if drafts else None,
+            speculative_config=drafts,
         )
         groups = [
             KVCacheGroupSpec([f"layer.{n}"], spec, enable_kv_transfer=n not in untransferred)
@@ -221,6 +231,12 @@ def test_equal_numbers_of_kv_heads_in_several_places(find: Find, model: dict[str
 
 def test_a_drafter_may_have_another_number_of_kv_heads(find: Find) -> None:
     """Its layers may be in the model's groups. For MLA, vLLM says what each layer has."""
-    assert find(HEADS, drafts=True) == NONE
-    assert find(MLA, drafts=True) == alike(8)
-    assert find(MLA, HEADS, drafts=True) == alike(8, 1)
+    assert find(HEADS, drafter=4) == NONE
+    assert find(MLA, drafter=4) == alike(8)
+    assert find(MLA, HEADS, drafter=4) == alike(8, 1)
+
+
+def test_a_drafter_with_the_same_number_of_kv_heads(find: Find) -> None:
+    """As MTP layers have it. Their ranks must be the model's."""
+    assert find(HEADS, drafter=2) == alike(4)
+    assert find(HEADS, drafter=2, draft_ranks=1) == NONE

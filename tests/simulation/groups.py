@@ -131,6 +131,8 @@ class SpeculativeConfig:
         self.num_speculative_tokens = num_drafted
         self.method = method
         self.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace())
+        # Shapes say themselves which ranks have the same KV (``max_tp_shards``).
+        self.draft_parallel_config = SimpleNamespace(tensor_parallel_size=0)
         self._eagle = eagle
         self._chained = chained
 
