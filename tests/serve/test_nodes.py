@@ -97,5 +97,5 @@ def test_stages(tmp_path: Path) -> None:
     """Pipeline parallel: ranks with unlike numbers of layers agree on a number of blocks."""
     with two_nodes(tmp_path, *PIPELINE, apart=True) as server:
         check_answers(server)
-        rank_bytes, layer_bytes = 32 << 20, 2 * 32 * 32 * 4
+        rank_bytes, layer_bytes = 8 << 20, 2 * 32 * 32 * 4
         assert server.metric(metrics.CAPACITY) == rank_bytes // (2 * layer_bytes) - 1
