@@ -83,14 +83,14 @@ def _count(spec: KVCacheSpec, num_ranks: int, dcp_size: int, num_kv_heads: int |
 def _num_kv_heads(vllm_config: "VllmConfig") -> int | None:
     """KV heads of each layer of the model and its drafter; None if layers may differ."""
     models, drafter = [vllm_config.model_config], vllm_config.speculative_config
-    if drafter is not None:
-        num_ranks = vllm_config.parallel_config.tensor_parallel_size
-        if drafter.draft_parallel_config.tensor_parallel_size != num_ranks:
-            return None
-        models.append(drafter.draft_model_config)
     try:
+        if drafter is not None:
+            num_ranks = vllm_config.parallel_config.tensor_parallel_size
+            if drafter.draft_parallel_config.tensor_parallel_size != num_ranks:
+                return None
+            models.append(drafter.draft_model_config)
         counts = {model.get_total_num_kv_heads() for model in models}
-    except AttributeError:  # no attention, as in a Medusa drafter
+    except AttributeError:  # a drafter without attention, as Medusa, or without a configuration
         return None
     for model in models:
         counts.update(_head_counts(model.hf_text_config.to_dict()))

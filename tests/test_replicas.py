@@ -50,8 +50,9 @@ def mixed(*specs: KVCacheSpec) -> KVCacheSpec:
 @pytest.fixture
 def find(tmp_path: Path) -> Find:
     """A function that finds the replicas of a model with these groups. Its keywords: ``num_ranks``
-    of a stage, ``pcp`` and ``dcp`` as in vLLM, the ``drafter``'s number of KV heads and its
-    ``draft_ranks``, ``model`` (more of the model's configuration), and ``untransferred`` groups."""
+    of a stage, ``pcp`` and ``dcp`` as in vLLM, the ``drafter``'s number of KV heads (0:
+    unknown) and its ``draft_ranks``, ``model`` (more of the model's configuration), and
+    ``untransferred`` groups."""
 
     def find(
         *specs: KVCacheSpec,
@@ -74,11 +75,16 @@ def find(tmp_path: Path) -> Find:
             ).save_pretrained(folder)
             return ModelConfig(model=str(folder), skip_tokenizer_init=True)
 
-        drafts = drafter and SimpleNamespace(
-            draft_model_config=configured(tmp_path / "drafter", num_key_value_heads=drafter),
-            draft_parallel_config=ParallelConfig(
-                distributed_executor_backend="mp", tensor_parallel_size=draft_ranks
-            ),
+        drafts = (
+            None
+            if drafter is None
+            else SimpleNamespace(
+                draft_model_config=drafter
+                and configured(tmp_path / "drafter", num_key_value_heads=drafter),
+                draft_parallel_config=ParallelConfig(
+                    distributed_executor_backend="mp", tensor_parallel_size=draft_ranks
+                ),
+            )
         )
         vllm_config: Any = SimpleNamespace(
             model_config=configured(tmp_path / "model", **{"num_key_value_heads": 2} | model),
@@ -240,3 +246,4 @@ def test_a_drafter_with_the_same_number_of_kv_heads(find: Find) -> None:
     """As MTP layers have it. Their ranks must be the model's."""
     assert find(HEADS, drafter=2) == alike(4)
     assert find(HEADS, drafter=2, draft_ranks=1) == NONE
+    assert find(HEADS, drafter=0) == NONE, "it says nothing of heads"

@@ -59,6 +59,7 @@ class Parked:
 
     def has_room(self, request: "Request") -> bool:
         """Whether the request may be parked beside the others. The first always may."""
+        self._asked = None
         if not self._num_blocks:
             return True
         num_blocks = self._num_blocks_of(request)

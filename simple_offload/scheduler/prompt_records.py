@@ -132,8 +132,7 @@ class PromptRecords:
         if (record := self._by_request.get(request_id)) is not None:
             if not (num_loaded or record.has_run):
                 record.has_run = True
-                if not record.is_loading:
-                    self._count(record)
+                self._count(record)
             return
         num_fetched = min(num_fetched, num_loaded)
         self._by_request[request_id] = record = PromptRecord(
@@ -148,8 +147,7 @@ class PromptRecords:
             self._begun.append((request, record, self._refused.pop(request_id, 0)))
         else:
             record.miss(MissReason.NOT_ASKED, record.num_tokens - record.num_found)
-            if record.has_run:
-                self._count(record)
+            self._count(record)
 
     def on_step(self) -> None:
         """A step has been scheduled, and the policy knows what the device has lost in it."""
@@ -158,8 +156,7 @@ class PromptRecords:
             hashes = self._hashes(request)
             record.prompt = self._forecaster.on_prompt(hashes, record.num_tokens)
             self._explain(request, hashes, record, refused)
-            if record.has_run:
-                self._count(record)
+            self._count(record)
         if begun:
             self._forecaster.on_step()
 
@@ -167,8 +164,7 @@ class PromptRecords:
         """A load has ended on every rank."""
         if (record := self._by_request.get(transfer.request_id or "")) is not None:
             record.is_loading = False
-            if record.has_run:
-                self._count(record)
+            self._count(record)
 
     def on_lost(self, request_id: str, reason: MissReason) -> None:
         """The request computes what was, or would have been, loaded."""
@@ -181,6 +177,7 @@ class PromptRecords:
         self._refused.pop(request.request_id, None)
         record = self._by_request.pop(request.request_id, None)
         if record is not None:
+            record.has_run, record.is_loading = True, False
             self._count(record)
             num_computed, prompt = request.num_computed_tokens // self._block_size, record.prompt
             if prompt is not None and prompt.num_blocks > num_computed:
@@ -201,7 +198,7 @@ class PromptRecords:
     # Details
 
     def _count(self, record: PromptRecord) -> None:
-        if record.is_counted:
+        if record.is_counted or record.is_loading or not record.has_run:
             return
         record.is_counted = True
         add = self._meter.add

@@ -289,6 +289,7 @@ class MissRatioCurve:
         found = _Found([], [])
         num_unseen = 0
         keys = np.frombuffer(data, np.uint64)
+        # The first 8 of 16 or 32 bytes. No block: all have ended without an answer.
         keys = keys[:: max(1, len(keys) // max(1, ends[-1]))]
         places = np.flatnonzero(keys <= np.uint64(self._threshold - 1))
         sampled, sampled_at = keys[places].tolist(), places.tolist()

@@ -45,11 +45,11 @@ def predicted_hit_ratios(
 
     The LRU curve, with corrections. An exclusive tier has duplicates: a share of it, and as many
     more as the device needs for its work, which is the same number for any tier. Any other tier has
-    nearly what the device has. Caches that find even less have less room: an exclusive tier so many
-    blocks, any other such a share, where windows or states are missing. Caches that find more
-    retain some of what LRU loses, each part of the host's room independently: with twice the room,
-    twice as many chances. The form was chosen on the first seed of two recorded traces, that for
-    tiers which are not exclusive on two seeds; others may fit less well.
+    nearly the contents of the device. Caches that find less than the curve says have less room: an
+    exclusive tier by a number of blocks, any other by a share. Caches that find more retain some of
+    what LRU loses, each part of the host's room independently: with twice the room, twice as many
+    chances. The form was chosen on the first seed of two recorded traces, that for other tiers on
+    two seeds; others may fit less well.
 
     It holds for the same requests at the same times. Then it is within 3 points of replays at 1/2,
     1, 2 and 4 times the memory, mean of three seeds of exclusive tiers, and within 5 points of each

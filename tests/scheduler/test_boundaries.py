@@ -1,13 +1,19 @@
 """Boundaries: windows and states of a session's earlier turns make room first."""
 
+import pytest
+
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
 
 
-def turn(driver: Driver, name: str, history: list[int], family: int) -> list[int]:
-    """Serve a request with 8 new tokens; the device forgets all. Returns prompt and answer."""
+def turn(
+    driver: Driver, name: str, history: list[int], family: int, on_device: bool = False
+) -> list[int]:
+    """Serve a request with 8 new tokens. Returns prompt and answer. ``on_device``: whether the next
+    turn finds it there."""
     tokens = driver.serve(name, [*history, *prompt(8, family)], max_tokens=5)
-    driver.empty_device_cache()
+    if not on_device:
+        driver.empty_device_cache()
     return tokens
 
 
@@ -24,12 +30,13 @@ def evict_some(driver: Driver) -> None:
         family += 1
 
 
-def test_the_turn_before_the_last_hit_makes_room_first(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_turn_before_the_last_hit_makes_room_first(drive: MakeDriver, on_device: bool) -> None:
     driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=70)
     once = turn(driver, "once", prompt(16, 1), 2)
-    first = turn(driver, "first", prompt(16), 3)
-    second = turn(driver, "second", first, 4)
-    third = turn(driver, "third", second, 5)
+    first = turn(driver, "first", prompt(16), 3, on_device)
+    second = turn(driver, "second", first, 4, on_device)
+    third = turn(driver, "third", second, 5, on_device)
     assert begins(driver, first) == len(first) // 4 * 4
     others = (once, second, third)
     before = [begins(driver, history) for history in others]
@@ -46,3 +53,18 @@ def test_a_turn_from_which_two_went_on_stays(drive: MakeDriver) -> None:
         turn(driver, f"next {family}", history, family)
     evict_some(driver)
     assert begins(driver, first) == len(first) // 4 * 4
+
+
+def test_earlier_turns_make_room_for_their_own_session(drive: MakeDriver) -> None:
+    """Although the device still has what they left."""
+    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=40)
+    first = turn(driver, "first", prompt(16), 3, on_device=True)
+    second = turn(driver, "second", first, 4, on_device=True)
+    family = 50
+    while driver.tier.num_empty > 1:
+        driver.serve(f"other {family}", prompt(5, family))
+        family += 1
+    others = [prompt(5, each) for each in range(50, family)]
+    third = turn(driver, "third", second, 5, on_device=True)
+    assert begins(driver, third) == len(third) // 4 * 4
+    assert [driver.found(each) for each in others][-4:] == [4] * 4

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from simple_offload.scheduler.parked import Parked
 from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, Driver, prompt
+from tests.scheduler.driver import LOAD, Driver, make_request, prompt
 
 LARGE = 32
 """Tokens of a prompt. 10 to 12 device blocks are room for it, but not beside a parked request."""
@@ -154,3 +154,16 @@ def test_without_both_rules_parked_requests_stand_still(
     driver = driver_with_scene(drive, 16 if driver_with_scene is windows_driver else 12)
     with pytest.raises(AssertionError, match="do not end"):
         driver.drain()
+
+
+def test_a_request_that_has_grown_needs_more_room(drive: MakeDriver) -> None:
+    """It has asked before, when it was shorter."""
+    parked = drive(num_device_blocks=13).scheduler._parked
+    short, long = (make_request("grows", prompt(size)) for size in (16, 32))
+    other = make_request("other", prompt(16))
+    parked.add(other)
+    assert parked.has_room(short)
+    parked.remove("other")
+    assert parked.has_room(long)
+    parked.add(long)
+    assert not parked.has_room(make_request("third", prompt(24)))

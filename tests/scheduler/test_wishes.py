@@ -481,3 +481,10 @@ def test_tokens_of_a_failed_load_are_computed(drive: MakeDriver) -> None:
     driver.copy(LOAD, fail=True)
     driver.run()
     assert [*driver.world.reports["b"].values()] == [0, 0, 0, 21]
+
+
+def test_no_window_before_the_prompt_s_end_is_protected(drive: MakeDriver) -> None:
+    """No turn begins there."""
+    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=100)
+    driver.serve("a", prompt(41), wishes={"protect": "1m"})
+    assert driver.tier.num_reserved == 41 // 4 + 2

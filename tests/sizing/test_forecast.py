@@ -123,8 +123,8 @@ def test_no_number_before_the_first_prompt() -> None:
 
 
 def forecast(windows: tuple[int, ...], found: float) -> dict[str, float]:
-    """What a server's metrics say after ``requests``, by size. ``windows``: a group each, of which
-    the host tier has 200 blocks. The device has 100 of the first one, and 50 of others."""
+    """The predicted hit ratios after ``requests``, by size. ``windows``: one number a group. The
+    host tier has 200 blocks of each group. The device has 100 of the first, and 50 of others."""
     num_others = len(windows) - 1
     tier = make_tier(200 * len(windows), windows)
     device = make_tier(100 + 50 * num_others, windows)

@@ -153,8 +153,7 @@ class AtOnce(StorePolicy):
         return keys
 
     def _renew(self, progress: Progress) -> None:
-        """A request ends. What the next turn needs must not make room before others; what only the
-        turns before needed makes room first."""
+        """A request ends. What the next turn needs must not make room before others."""
         request, groups = progress.request, self._groups
         hashes = request.block_hashes
         for group in groups.chained_ids:

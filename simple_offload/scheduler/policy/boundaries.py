@@ -1,4 +1,4 @@
-"""Boundaries: the windows and states at which a session's next request goes on."""
+"""Boundaries: the ends of prompts and answers, at which a session's next request goes on."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ class Boundary:
 class Boundaries:
     """Remembers where requests have ended, and which went on from there.
 
-    A prefix has one chain, but windows and states of each turn. A conversation reads those of its
-    last turn. Once it has hit these, it has done so for the last time with those of the turn
-    before, which then make room first. They stay if two conversations went on from there.
+    A conversation has one chain, but windows and states of each turn, and reads those of its last
+    turn. Once they are hit, nothing reads those of the turn before: these are released. They stay
+    if two conversations went on from there.
     """
 
     def __init__(self, groups: Groups, tier: CpuTier) -> None:
@@ -40,7 +40,7 @@ class Boundaries:
 
     def hit(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> Boundary | None:
         """A request goes on after a hit of ``num_tokens`` tokens. Returns the boundary there, if a
-        request has left it."""
+        request has left it. Releases the one before it."""
         place = num_tokens // self._groups.hash_block_size - 1
         boundary = self._at.get(block_hashes[place]) if place >= 0 else None
         if boundary is None:
@@ -58,8 +58,8 @@ class Boundaries:
         ends: Mapping[int, Sequence[BlockHashWithGroupId]],
         before: Boundary | None,
     ) -> None:
-        """A request has ended, which had gone on at ``before``. ``ends``: by the tokens of a hit
-        that may follow, what that reads."""
+        """A request has ended, which had gone on at ``before``. ``ends``: by the tokens of a later
+        hit, the keys of windows and states that it reads."""
         boundary = Boundary(list(dict.fromkeys(chain(*ends.values()))), before)
         for num_tokens in ends:
             place = num_tokens // self._groups.hash_block_size - 1

@@ -199,15 +199,14 @@ class FreeQueueScan:
     def _pass_newcomers(self, limit: int) -> None:
         """Pass the empty blocks that vLLM has put before all others. Start over if there are more
         than ``limit``, or others from an unknown place."""
-        cursor, passed = self._cursor, self._passed
-        if cursor is None:
+        if self._cursor is None:
             return
         for block in block_pool.free_blocks_after(self._device_pool, None, limit):
-            if (block_id := block.block_id) in passed or block is cursor:
+            if block.block_id in self._passed or block is self._cursor:
                 return
             if block.block_hash is not None:
                 break
-            passed.add(block_id)
+            self._passed.add(block.block_id)
         self._start_over()
 
     def _is_at_end(self) -> bool:
