@@ -9,7 +9,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload import metrics
+from simple_offload import metrics, vllm_compat
 from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -148,15 +148,17 @@ class Loads:
             and known.num_computed_tokens == num_computed_tokens
             and known.tier_version == self._tier.version
         ):
-            return known.hit.num_tokens
-        self.unpin_hit(request.request_id)
-        max_tokens = request.num_tokens - 1 - num_computed_tokens
-        hit = self._tier.lookup(request.block_hashes, num_computed_tokens, max_tokens)
-        if hit.num_tokens:
-            self._tier.pin(hit.pins)
-            self._hits[request.request_id] = _PinnedHit(
-                num_computed_tokens, hit, self._tier.version
-            )
+            hit = known.hit
+        else:
+            self.unpin_hit(request.request_id)
+            max_tokens = request.num_tokens - 1 - num_computed_tokens
+            hit = self._tier.lookup(request.block_hashes, num_computed_tokens, max_tokens)
+            if hit.num_tokens:
+                self._tier.pin(hit.pins)
+                self._hits[request.request_id] = _PinnedHit(
+                    num_computed_tokens, hit, self._tier.version
+                )
+        vllm_compat.mark_shared_prefix(request, hit.shared_prefix)
         return hit.num_tokens
 
     def num_computed_tokens(self, request_id: str) -> int:

@@ -30,6 +30,7 @@ from simple_offload.scheduler.supported import (
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
+from simple_offload.scheduler.tier.unread_groups import unread_groups
 from simple_offload.scheduler.write_hazards import WriteHazards
 from simple_offload.second_tier.interface import SecondTierHooks
 from simple_offload.second_tier.opening import open_second_tier, require_second_tier_possible
@@ -68,12 +69,15 @@ class Setup:
             require_sub_blocks_possible(config, kv_cache_config, self._block_size)
         if config.second_tier is not None:
             require_second_tier_possible(config.second_tier, vllm_config)
+        self._unread_ids = unread_groups(vllm_config, kv_cache_config, self._block_size)
         coordinator = self._make_coordinator()
         require_right_states(coordinator, self._hash_block_size)
         # The tier has vLLM's null block only. The ranks tell later how many host blocks there are.
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self.meter = metrics.Meter()
-        self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
+        self.groups = Groups(
+            coordinator, self._hash_block_size, self._num_sub_blocks, self._unread_ids
+        )
         self._make_policy = self._choose_policy()
         is_exclusive = self._make_policy is BeforeEviction
         self.tier = CpuTier(coordinator, self.groups, self.meter, is_exclusive=is_exclusive)
@@ -229,7 +233,10 @@ class Setup:
     def _make_coordinator(self) -> "KVCacheCoordinator":
         """vLLM's coordinator for host blocks, with a pool of vLLM's null block only."""
         return vllm_compat.make_host_coordinator(
-            replace(host_groups(self._device_config, self._num_sub_blocks), num_blocks=1),
+            replace(
+                host_groups(self._device_config, self._num_sub_blocks, self._unread_ids),
+                num_blocks=1,
+            ),
             self._vllm_config,
             self._block_size * self._num_sub_blocks,
             self._hash_block_size * self._num_sub_blocks,

@@ -7,6 +7,7 @@ Here these are typical of the family, and not of one checkpoint. A few repeats o
 stand for all layers.
 """
 
+import copy
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -69,6 +70,8 @@ class RealModel:
     """The KV layout that this connector requests. vLLM uses it where kernels can."""
     hybrid: bool = True
     """Whether vLLM puts different kinds of layers in separate groups."""
+    compress_ratios: tuple[int, ...] = ()
+    """DeepSeek-V4's, by layer."""
     state_page_bytes: int | None = None
     """Bytes of a state page: as large as vLLM makes them. They equal attention's pages, whose
     blocks vLLM enlarges to match (``_align_hybrid_block_size`` in platforms/interface.py)."""
@@ -112,13 +115,15 @@ def _attention(
 # Models
 
 
+_COMPRESS_RATIOS = (0, 0, 4, 128, 4, 128, 4)
+
+
 def _deepseek_v4(config: VllmConfig) -> Specs:
     """models/deepseek_v4/attention.py, compressor.py: each layer has a window of latents. Most also
     have compressed latents of all tokens, and those still to be compressed. An MTP layer has only a
     window."""
     specs: Specs = {}
-    compress_ratios = (0, 0, 4, 128, 4, 128, 4)
-    for layer, ratio in enumerate(compress_ratios):
+    for layer, ratio in enumerate(_COMPRESS_RATIOS):
         prefix = f"model.layers.{layer}.attn"
         if ratio == 4:
             specs[f"{prefix}.indexer.k_cache"] = _spec(
@@ -332,6 +337,7 @@ REAL_MODELS = {
         Drafter("mtp", "DeepSeekV4MTPModel", num_drafted=2),
         shrink=2,
         cache_dtype="fp8_ds_mla",
+        compress_ratios=_COMPRESS_RATIOS,
     ),
     "Kimi-K3, MTP": _KIMI_K3,
     "Kimi-K3, DSpark": replace(
@@ -366,8 +372,16 @@ that kernels allow where windows are long."""
 # vLLM's plan
 
 
-def configure(config: VllmConfig, model: RealModel) -> None:
-    """Change ``config`` to its state when vLLM plans the model's KV cache."""
+def configure(config: VllmConfig, model: RealModel, shrink: int = 1) -> None:
+    """Change ``config`` to its state when vLLM plans the model's KV cache. ``shrink``: tokens for
+    each token of a ratio."""
+    if model.compress_ratios:
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.hf_text_config = copy.copy(config.model_config.hf_text_config)
+        config.model_config.hf_text_config.model_type = "deepseek_v4"
+        config.model_config.hf_text_config.compress_ratios = [
+            ratio // shrink for ratio in model.compress_ratios
+        ]
     cache = config.cache_config
     cache.block_size = model.block_size
     cache.cache_dtype = model.cache_dtype  # type: ignore[assignment]

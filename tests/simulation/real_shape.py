@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -149,7 +150,7 @@ class RealShape(Shape):
 
     def configure(self, config: VllmConfig) -> None:
         model = REAL_MODELS[self.name]
-        configure(config, model)
+        configure(config, model, model.shrink)
         cache = config.cache_config
         cache.block_size = cache.mamba_block_size = model.block_size // model.shrink
 
@@ -173,7 +174,10 @@ class RealShape(Shape):
 
     @property
     def groups(self) -> list[Group]:
-        return [_group(spec) for spec in _specs(self.name)]
+        return [
+            _group(spec, group.layer_names[0], REAL_MODELS[self.name])
+            for spec, group in zip(_specs(self.name), shrunk_groups(self.name), strict=True)
+        ]
 
     @property
     def block_sizes(self) -> list[int]:
@@ -225,13 +229,19 @@ def _specs(name: str) -> list[KVCacheSpec]:
     return [layer_spec(group, group.layer_names[0]) for group in shrunk_groups(name)]
 
 
-def _group(spec: KVCacheSpec) -> Group:
+def _group(spec: KVCacheSpec, layer: str, model: RealModel) -> Group:
     if isinstance(spec, MambaSpec):
         return Group(Kind.STATE)
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return Group(Kind.ATTENTION, spec.attention_chunk_size, reach=Reach.CHUNK)
     if isinstance(spec, SlidingWindowSpec):
-        return Group(Kind.ATTENTION, spec.sliding_window)
+        window = spec.sliding_window
+        is_compressor = layer.endswith("compressor.state_cache")
+        ratio = model.compress_ratios[extract_layer_index(layer)] if is_compressor else None
+        if ratio == window * model.shrink:
+            # Kernels read the states of one entry's tokens. Of ratio 4, entries overlap.
+            return Group(Kind.ATTENTION, window, reach=Reach.CHUNK)
+        return Group(Kind.ATTENTION, window)
     if is_ring(spec):
         return Group(Kind.RING)
     assert isinstance(spec, FullAttentionSpec), spec

@@ -44,6 +44,8 @@ class _Work:
     """Whether the step ends with a token that was not known before."""
     num_known: int
     """Number of known tokens after it has been sampled."""
+    is_first: bool
+    """Whether the tokens before ``start`` were found, none of them computed by this request."""
     redraft_from: int
     """Where chained drafters begin to compute. They leave earlier pages unchanged."""
     states: dict[int, tuple[int, int]]
@@ -172,6 +174,7 @@ class Runner:
             tuple(np.array(table, dtype=np.int64) for table in known.tables),
             samples,
             known.num_tokens,
+            start == known.num_found,
             min(start, max(start - self.shape.num_reprefilled, known.num_found)),
             states,
         )
@@ -258,7 +261,9 @@ class Runner:
         machine. Attention groups only."""
         arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
         story = self.stories[request_id]
-        work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, 0, {})
+        work = _Work(
+            request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, False, 0, {}
+        )
         for index, _ in self.groups:
             for kind in (Kind.ATTENTION, Kind.DRAFT):
                 self._write(work, index, kind)
@@ -267,7 +272,12 @@ class Runner:
         start = work.redraft_from if kind is Kind.DRAFT else work.start
         for layers in self._alike[index][kind]:
             spec = self._layers[index][layers[0]]
-            positions = self._own(spec.ends(group.read(start, work.story.num_prompt_tokens)))
+            read = group.read(start, work.story.num_prompt_tokens)
+            if work.is_first and kind is Kind.ATTENTION:
+                # Also what attention will not read: vLLM may give these blocks to others.
+                is_block = work.tables[index][: -(-start // self._sizes[index])] != 0
+                read = np.arange(start)[np.repeat(is_block, self._sizes[index])[:start]]
+            positions = self._own(spec.ends(read))
             blocks, slots = self._places(work, positions, index, spec)
             for layer in layers:
                 found = self._pages[index][layer][blocks, slots]

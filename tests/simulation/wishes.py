@@ -2,7 +2,9 @@
 have found is not released."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
@@ -85,8 +87,17 @@ class Releases:
         self._scheduler = scheduler
         self._session: bytes | None = None
         """Of the request that is ending."""
-        self._supersedes = False
-        """Whether what is released has been read for the last time, without any wish."""
+        self._hit: tuple[list[Any], int] | None = None
+        """Hashes of a request that goes on after a hit of so many tokens: boundaries before it may
+        be released, without any wish."""
+        self._may_wish = True
+        """Whether the request that is ending may release anything."""
+        self._num_hits: Counter[bytes] = Counter()
+        """By last hash of a prefix, the requests that have gone on from there."""
+        self._read_at: dict[BlockHashWithGroupId, set[bytes]] = {}
+        """By key of a window's or state's block, the last hashes of prefixes whose hits read it."""
+        self._left: set[BlockHashWithGroupId] = set()
+        """Keys of windows and states that requests have left for hits at their ends."""
         self._released_by: dict[BlockHashWithGroupId, bytes] = {}
         self._finders: dict[BlockHashWithGroupId, set[bytes]] = {}
         """By key, the sessions whose requests have hit it."""
@@ -98,6 +109,7 @@ class Releases:
         watch(scheduler.tier, "release", self._watch_release)
         if (boundaries := integrity.boundaries_of(scheduler)) is not None:
             watch(boundaries, "hit", self._watch_hit)
+            watch(boundaries, "add", self._watch_add)
         watch(scheduler._device_pool, "_maybe_evict_cached_block", self._watch_device)
         watch(scheduler._device_pool, "reset_prefix_cache", self._watch_device_reset)
 
@@ -134,26 +146,52 @@ class Releases:
         self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
 
     def _watch_end(self, finish: Any, request: Any) -> Any:
-        self._session = session_of(request)
+        self._session, self._may_wish = session_of(request), of(request).get("release") is True
         answer = finish(request)
-        self._session = None
+        self._session, self._may_wish = None, True
         return answer
 
-    def _watch_hit(self, hit: Any, *arguments: Any) -> Any:
-        self._supersedes = True
-        answer = hit(*arguments)
-        self._supersedes = False
+    def _watch_hit(self, hit: Any, hashes: list[Any], num_tokens: int) -> Any:
+        self._hit = hashes, num_tokens
+        if read := self._read_by(hashes, num_tokens):
+            last = bytes(hashes[num_tokens // self._scheduler.groups.hash_block_size - 1])
+            self._num_hits[last] += 1
+            for key in read:
+                self._read_at.setdefault(key, set()).add(last)
+        answer = hit(hashes, num_tokens)
+        self._hit = None
         return answer
+
+    def _watch_add(self, add: Any, hashes: Any, ends: Any, *rest: Any) -> None:
+        self._left.update(chain.from_iterable(ends.values()))
+        add(hashes, ends, *rest)
+
+    @property
+    def _may_forget(self) -> bool:
+        """Whether the policy may have forgotten hits: it remembers as many keys as fit the tier."""
+        return len(self._left | self._read_at.keys()) > self._scheduler.tier.max_contents
+
+    def _read_by(self, hashes: list[Any], num_tokens: int) -> list[BlockHashWithGroupId]:
+        """Keys of the windows and states that a hit of so many tokens reads."""
+        groups = self._scheduler.groups
+        return [
+            key
+            for group in set(groups.ids).difference(groups.chained_ids)
+            for key in groups.keys(
+                hashes,
+                group,
+                groups.num_unread_tokens(num_tokens, group) // groups.block_sizes[group],
+                num_tokens // groups.block_sizes[group],
+            )
+        ]
 
     def _watch_release(self, release: Any, keys: Iterable[BlockHashWithGroupId]) -> None:
         keys = list(keys)
-        if self._supersedes:
-            chained = [
-                key for key in keys if get_group_id(key) in self._scheduler.groups.chained_ids
-            ]
-            assert not chained, "the chain of a prefix is released"
+        if self._hit is not None:
+            self._check_superseded(keys, *self._hit)
             release(keys)
             return
+        assert not keys or self._may_wish, "a request without that wish has released blocks"
         if self._session is not None:
             self._released_by.update(dict.fromkeys(keys, self._session))
         released = integrity.releasable(self._scheduler.tier, keys)
@@ -162,6 +200,20 @@ class Releases:
             others = self._finders.get(key, set()) - {self._released_by[key]}
             assert not others, "a block is released that another session has found"
         release(keys)
+
+    def _check_superseded(
+        self, keys: Iterable[BlockHashWithGroupId], hashes: list[Any], num_tokens: int
+    ) -> None:
+        """A request goes on after a hit, and ``keys`` are released: windows and states of the same
+        prefix that the hit does not read, and that two requests have not gone on from."""
+        groups, read = self._scheduler.groups, set(self._read_by(hashes, num_tokens))
+        before = {bytes(each) for each in hashes[: num_tokens // groups.hash_block_size]}
+        for key in keys:
+            assert get_group_id(key) not in groups.chained_ids, "the chain of a prefix is released"
+            assert bytes(get_block_hash(key)) in before, "what is not before a hit is released"
+            assert key not in read, "what a hit reads is released"
+            most = max((self._num_hits[last] for last in self._read_at.get(key, ())), default=0)
+            assert most <= 1 or self._may_forget, "what two requests have read is released"
 
     def _is_there(self, key: BlockHashWithGroupId) -> bool:
         scheduler = self._scheduler

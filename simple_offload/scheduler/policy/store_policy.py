@@ -49,8 +49,8 @@ class Progress:
     wishes: Wishes
     num_ahead: int = 0
     """Recorded blocks that have been stored early, or need not be."""
-    boundary: Boundary | None = None
-    """Where it has gone on, if an earlier request ended there."""
+    left_before: Sequence[Boundary] = ()
+    """The ends of the request that has ended where this one went on."""
     own: set[int] = field(default_factory=set)
     """Host blocks that must not make room for its rest, in a tier that is not exclusive."""
 

@@ -1,6 +1,6 @@
 """Groups: vLLM's KV cache groups as the host tier has them, and the keys of their blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +14,13 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from simple_offload import vllm_compat
 
@@ -28,10 +34,15 @@ class Groups:
     number. Sizes and keys are those of whole host blocks, unless sub-blocks are named."""
 
     def __init__(
-        self, coordinator: KVCacheCoordinator, hash_block_size: int, num_sub_blocks: int = 1
+        self,
+        coordinator: KVCacheCoordinator,
+        hash_block_size: int,
+        num_sub_blocks: int = 1,
+        unread_ids: Set[int] = frozenset(),
     ) -> None:
         """``hash_block_size``: tokens that one of a request's hashes covers. The coordinator's
-        hashes and blocks must cover ``num_sub_blocks`` times as many tokens as the device's."""
+        hashes and blocks must cover ``num_sub_blocks`` times as many tokens as the device's.
+        ``unread_ids``: as ``host_groups`` has got them."""
         managers = coordinator.single_type_managers
         self.specs: list[KVCacheSpec] = [
             group.kv_cache_spec for group in coordinator.kv_cache_config.kv_cache_groups
@@ -63,6 +74,7 @@ class Groups:
             for group in range(len(self.block_sizes))
         ]
         """By group, the bytes that turn a hash into a key: a long prompt needs thousands."""
+        self._unread_ids = unread_ids
         self._coordinator = coordinator
         self.is_one_chain = (
             [type(manager) for manager in managers] == [FullAttentionManager]
@@ -112,6 +124,8 @@ class Groups:
     def num_unread_tokens(self, num_tokens: int, group: int) -> int:
         """Number of a request's first ``num_tokens`` tokens that attention of ``group`` no longer
         reads for the tokens after them."""
+        if group in self._unread_ids:
+            return num_tokens
         count: int = self._coordinator.single_type_managers[group].get_num_skipped_tokens(
             num_tokens
         )
@@ -173,18 +187,34 @@ def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
     return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
 
 
-def host_groups(kv_cache_config: KVCacheConfig, num_sub_blocks: int) -> KVCacheConfig:
+def host_groups(
+    kv_cache_config: KVCacheConfig, num_sub_blocks: int, unread_ids: Set[int] = frozenset()
+) -> KVCacheConfig:
     """The device's groups as the tier has them, ``num_sub_blocks`` device blocks in a host block.
+    Those of ``unread_ids`` have no host blocks: nothing is read of them after a hit.
 
     Sliding windows are as wide as attention reads. The device retains more tokens for a chain of
     MTP modules, but its prefix cache looks for the window only too (vLLM's
     ``SlidingWindowManager``). Retention is left out: it decides which blocks the device hashes.
     """
     groups = [
-        replace(group, kv_cache_spec=_host_spec(group.kv_cache_spec, num_sub_blocks))
-        for group in kv_cache_config.kv_cache_groups
+        replace(
+            group,
+            kv_cache_spec=_uncached(group.kv_cache_spec)
+            if number in unread_ids
+            else _host_spec(group.kv_cache_spec, num_sub_blocks),
+        )
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)
+
+
+def _uncached(spec: KVCacheSpec) -> KVCacheSpec:
+    """A group that prefix caching leaves out."""
+    (first, *_) = iter_layer_specs(spec)
+    return CircularBufferSpec(
+        block_size=spec.block_size, num_kv_heads=1, head_size=1, dtype=cast(Any, first).dtype
+    )
 
 
 def _host_spec(spec: KVCacheSpec, num_sub_blocks: int) -> KVCacheSpec:

@@ -10,6 +10,7 @@ from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.at_once import AtOnce
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
+from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan
 from simple_offload.scheduler.policy.queue_reservations import QueueReservations
 from simple_offload.scheduler.policy.residency import Residency
@@ -21,6 +22,7 @@ from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     ASKED_AGAIN,
     AT_ONCE_AND_QUICKLY,
+    BOUNDARIES,
     COPIES,
     DEVICE_RESETS,
     EVICTIONS,
@@ -160,6 +162,33 @@ def never_store_what_was_bypassed(
     for block_id in bypassed:
         self._to_store.pop(block_id, None)
     return answer
+
+
+# Boundaries
+
+
+@mutation(Boundaries, "hit", BOUNDARIES)
+def release_what_two_went_on_from(hit: Any, self: Boundaries, hashes: Any, num_tokens: int) -> Any:
+    for boundary in self._at.values():
+        boundary.num_hits = 0
+    return hit(self, hashes, num_tokens)
+
+
+@mutation(Boundaries, "hit", BOUNDARIES)
+def release_other_branches(hit: Any, self: Boundaries, hashes: Any, num_tokens: int) -> Any:
+    """The answer that the request before got, although this one has gone on at its prompt."""
+    ends = hit(self, hashes, num_tokens)
+    return ends[-1].beside if ends else ends
+
+
+@mutation(Boundaries, "add", BOUNDARIES)
+def release_before_the_successor_is_hit(
+    add: Any, self: Boundaries, hashes: Any, ends: Any, earlier: Any
+) -> None:
+    """It may never get into the tier."""
+    add(self, hashes, ends, earlier)
+    for each in earlier:
+        self._tier.release(each.keys)
 
 
 # KV events

@@ -313,6 +313,9 @@ INNER_HITS = engine(
 )
 """States, and hits that may end inside a block."""
 
+BOUNDARIES = Situation(PLAIN | {"windows": (0, 8)}, changes=_ROOM | _EAGER | _BUSY)
+"""Windows, of which earlier requests have left some."""
+
 CHAINED_WINDOWS = Situation(
     PLAIN
     | {"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3}
