@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -74,6 +74,11 @@ class Stores:
         """Whether ``key`` is in the tier or on its way there."""
         return self._tier.has(key) or self._is_coming(key)
 
+    def lacks(self, keys: Set[BlockHashWithGroupId]) -> bool:
+        """Whether none of ``keys`` is in the tier or on its way there."""
+        stores = (self._planned, *self._in_flight.values())
+        return self._tier.lacks(keys) and all(keys.isdisjoint(store.keys) for store in stores)
+
     def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
         """The ``keys`` that are neither in the tier nor on their way there."""
         absent = self._tier.absent(keys)
@@ -82,7 +87,7 @@ class Stores:
                 absent -= store.keys
         return absent
 
-    def plan(self, run: Run, keep: Set[int], device_pool: BlockPool) -> list[KVCacheBlock]:
+    def plan(self, run: Run, keep: Container[int], device_pool: BlockPool) -> list[KVCacheBlock]:
         """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with
         host blocks, and pin both. Returns the host blocks: as many, from the first on, as the tier
         has room for without evicting a block whose id is in ``keep``."""

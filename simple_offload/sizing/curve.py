@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, islice
+from itertools import compress, islice
 from math import inf, isnan, nan
 from typing import NamedTuple
 
@@ -69,16 +69,10 @@ class Prompt:
         """Filled when the curve looks at it."""
 
 
-class _Waiting(NamedTuple):
-    """A prompt, or an answer, that the curve has not looked at."""
-
-    prompt: Prompt
-    is_end: bool
-    joined: bytes
-    """Hashes of its blocks; at a request's end of those behind ``prompt``."""
-    num_blocks: int
-    num_asked: int
-    """The first ones, which may be found."""
+_Waiting = tuple[Prompt, bool, int, int]
+"""A prompt, or the end of its request with the blocks behind it, that the curve has not looked at:
+the prompt; whether it is the end; and the places in the hashes that wait at which its blocks end,
+and those that may be found."""
 
 
 class _Found(NamedTuple):
@@ -131,7 +125,8 @@ class MissRatioCurve:
         """Oldest first."""
         self._block_tokens = 1
         self._waiting: list[_Waiting] = []
-        self._num_waiting = 0
+        self._hashes: list[bytes] = []
+        """Of all blocks that wait."""
 
     # What happens
 
@@ -270,12 +265,12 @@ class MissRatioCurve:
         return np.clip(np.cumsum(found) * (self._block_tokens / num_tokens), 0.0, 1.0)
 
     def _wait(self, prompt: Prompt, is_end: bool, hashes: Sequence[bytes], num_asked: int) -> None:
-        num_blocks = len(hashes)
-        if not (num_blocks or prompt.num_blocks):
+        if not (hashes or prompt.num_blocks):
             return
-        self._waiting.append(_Waiting(prompt, is_end, b"".join(hashes), num_blocks, num_asked))
-        self._num_waiting += num_blocks
-        if self._num_waiting >= _BATCH_BLOCKS:
+        first = len(self._hashes)
+        self._hashes += hashes
+        self._waiting.append((prompt, is_end, len(self._hashes), first + num_asked))
+        if len(self._hashes) >= _BATCH_BLOCKS:
             self._enter()
 
     def _enter(self) -> None:
@@ -283,30 +278,28 @@ class MissRatioCurve:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        self._num_waiting = 0
-        data = b"".join([each.joined for each in waiting])
-        ends = [*accumulate(each.num_blocks for each in waiting)]
+        hashes, self._hashes = self._hashes, []
         found = _Found([], [])
         num_unseen = 0
-        keys = np.frombuffer(data, np.uint64)
+        keys = np.frombuffer(b"".join(hashes), np.uint64)
         # The first 8 of 16 or 32 bytes. No block: all have ended without an answer.
-        keys = keys[:: max(1, len(keys) // max(1, ends[-1]))]
+        keys = keys[:: max(1, len(keys) // max(1, len(hashes)))]
         places = np.flatnonzero(keys <= np.uint64(self._threshold - 1))
-        sampled, sampled_at = keys[places].tolist(), places.tolist()
+        sampled = keys[places].tolist()
+        prompts, are_ends, *ends = zip(*waiting, strict=True)
+        stops = np.searchsorted(places, ends).tolist()
         start = 0
-        for (prompt, is_end, _, num_blocks, num_asked), end in zip(waiting, ends, strict=True):
-            stop = bisect_left(sampled_at, end, start)
+        for prompt, is_end, stop, asked in zip(prompts, are_ends, *stops, strict=True):
             new, num_found = sampled[start:stop], len(found.num_after)
-            asked = bisect_left(sampled_at, end - num_blocks + num_asked, start, stop) - start
-            start = stop
-            if is_end:
+            num_asked, start = asked - start, stop
+            if not is_end:
+                prompt.sampled = new
+            elif prompt.sampled:
                 # The threshold may have fallen.
                 new = [key for key in prompt.sampled if key < self._threshold] + new
-            else:
-                prompt.sampled = new
             if new:
-                self._use(new[::-1], asked, found)
-                num_unseen += asked - (len(found.num_after) - num_found)
+                self._use(new[::-1], num_asked, found)
+                num_unseen += num_asked - (len(found.num_after) - num_found)
                 self._num_references += len(new)
         if self._slices:
             weight = _ALL / self._threshold

@@ -1,6 +1,7 @@
 """Admission: whether a prefix was requested often enough to be stored."""
 
 from collections import OrderedDict
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, get_block_hash
@@ -48,6 +49,10 @@ class Admission:
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended. Its hashes stay counted."""
         self._num_seen.pop(request_id, None)
+
+    def admitted(self, keys: Set[BlockHashWithGroupId]) -> Set[BlockHashWithGroupId]:
+        """Those of ``keys`` that ``admits``."""
+        return keys if self.threshold == 1 else set(filter(self.admits, keys))
 
     def admits(self, key: BlockHashWithGroupId) -> bool:
         """Whether the prefix that ends with the block of ``key`` is worth storing."""

@@ -130,8 +130,9 @@ class AtOnce(StorePolicy):
             progress.own.update(own)
             parts.append((group, blocks, keys, hits))
         for group, blocks, keys, hits in parts:
-            self._count_computed(progress, group, keys, hits)
-            self._store(progress, blocks, keys, hits)
+            lacking = self._stores.absent(keys)
+            self._count_computed(progress, group, keys, lacking, hits)
+            self._store(progress, blocks, keys, lacking, hits)
 
     def _follow_computed(
         self, computed: Collection[BlockHashWithGroupId], new: Collection[BlockHashWithGroupId]
@@ -190,17 +191,18 @@ class AtOnce(StorePolicy):
             if block.block_hash == key:
                 self._tier.renew([key])
                 progress.own.update(self._tier.ids_of([key]))
-                self._store(progress, [block], [key], set())
+                self._store(progress, [block], [key], self._stores.absent([key]), set())
 
     def _count_computed(
         self,
         progress: Progress,
         group: int,
         keys: Sequence[BlockHashWithGroupId],
+        lacking: set[BlockHashWithGroupId],
         hits: set[BlockHashWithGroupId],
     ) -> None:
-        """A request has computed contents with ``keys``, but for ``hits``."""
-        lacking = self._stores.absent(keys)
+        """A request has computed contents with ``keys``, but for ``hits``. The tier neither has nor
+        gets ``lacking`` ones."""
         self._own(progress, group, keys, lacking)
         computed = set(keys) - hits
         new = lacking - hits
@@ -213,7 +215,7 @@ class AtOnce(StorePolicy):
             self._meter.add(metrics.SKIPPED, len(new), "overload")
             note(MissReason.OVERLOAD, new)
         else:
-            refused = [key for key in new if not self._admission.admits(key)]
+            refused = new - self._admission.admitted(new)
             self._meter.add(metrics.SKIPPED, len(refused), "below_threshold")
             note(MissReason.BELOW_THRESHOLD, refused)
 
@@ -229,42 +231,48 @@ class AtOnce(StorePolicy):
         progress: Progress,
         blocks: Sequence[KVCacheBlock],
         keys: Sequence[BlockHashWithGroupId],
+        lacking: set[BlockHashWithGroupId],
         hits: set[BlockHashWithGroupId],
     ) -> None:
         """Plan stores of ``blocks``, all sub-blocks of the host blocks with ``keys``, as far as the
-        tier lacks them. The device had the contents of ``hits`` before."""
-        wanted = self._stores.absent(keys) if progress.rule is not StoreRule.NONE else set()
+        tier is ``lacking`` them. The device had the contents of ``hits`` before."""
         if progress.rule is StoreRule.HITS:
-            wanted &= hits
-        wanted = set(filter(self._admission.admits, wanted))
-        if not wanted:
+            lacking = lacking & hits
+        wanted = self._admission.admitted(lacking)
+        if not wanted or progress.rule is StoreRule.NONE:
             return
         run = self._run(progress.request, blocks, keys, wanted)
         planned = self._stores.plan(run, progress.own, self._device_pool)
         progress.own.update([block.block_id for block in planned])
         self._meter.add(metrics.DROPPED, len(run.keys) - len(planned), "tier_full")
-        self._tier.history.note(MissReason.NOT_STORED, wanted.difference(run.keys[: len(planned)]))
+        if len(planned) < len(wanted):
+            self._tier.history.note(MissReason.NOT_STORED, wanted - {*run.keys[: len(planned)]})
 
     def _run(
         self,
         request: "Request",
         blocks: Sequence[KVCacheBlock],
         keys: Sequence[BlockHashWithGroupId],
-        wanted: set[BlockHashWithGroupId],
+        wanted: Set[BlockHashWithGroupId],
     ) -> Run:
         """The host blocks of ``wanted`` keys. Blocks that are free already count only as far as
         running requests do not need them."""
         count = self._groups.num_sub_blocks
-        room = self._device_pool.get_num_free_blocks() - self._reserve
+        room = max(0, self._device_pool.get_num_free_blocks() - self._reserve)
+        is_tight = room < len(blocks)
         device_blocks: list[KVCacheBlock] = []
         chosen: list[BlockHashWithGroupId] = []
         for place, key in enumerate(keys):
+            if key not in wanted:
+                continue
             parts = blocks[place * count : (place + 1) * count]
-            num_free = sum(part.ref_cnt == 0 for part in parts)
-            if key in wanted and num_free <= max(0, room):
+            if is_tight:
+                num_free = sum(part.ref_cnt == 0 for part in parts)
+                if num_free > room:
+                    continue
                 room -= num_free
-                device_blocks += parts
-                chosen.append(key)
+            device_blocks += parts
+            chosen.append(key)
         run = Run(device_blocks, chosen, request=request)
         if self._wants_events:
             last = device_blocks[count - 1 :: count]

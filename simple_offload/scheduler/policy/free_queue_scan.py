@@ -62,7 +62,7 @@ class FreeQueueScan:
         """Free blocks that are not pinned, for running requests."""
         self._cursor: KVCacheBlock | None = None
         """The last block that was passed and left in the queue; None: start at the front."""
-        self._passed: set[int] = set()
+        self._passed = residency.safe
         """Ids of the blocks before the cursor, and of pinned blocks from there. They are safe
         because the tier has, or gets, their contents, or there are none."""
         self._pinned: set[int] = set()
@@ -111,11 +111,9 @@ class FreeQueueScan:
 
     def on_used(self, block_ids: Collection[int]) -> None:
         """Requests have got these blocks, which have left the queue."""
-        if self._passed:  # the pinned ones among them
-            self._residency.uncover(self._passed.intersection(block_ids))
-            self._passed.difference_update(block_ids)
-            self._pinned.difference_update(block_ids)
-            self._from_front.difference_update(block_ids)
+        for known in (self._passed, self._pinned, self._from_front):
+            if known:
+                known.difference_update(block_ids)
         if self._return_behind is not None and self._return_behind.ref_cnt > 0:
             self._return_behind = None
 
@@ -174,26 +172,23 @@ class FreeQueueScan:
         if self._from_front:
             front = [block for block in blocks if block.block_id in self._from_front]
             block_pool.return_blocks(self._device_pool, front, None)
-            self._residency.cover([block.block_id for block in front])
             self._from_front.difference_update([block.block_id for block in front])
             blocks = [block for block in blocks if block.ref_cnt > 0]
         behind = self._return_behind
         if behind is not None and behind.ref_cnt > 0:
             behind = None
         block_pool.return_blocks(self._device_pool, blocks, behind)
+        if not blocks:
+            return
+        self._return_behind = blocks[-1]
         if behind is not None and behind.block_id not in self._passed:
             # The scan has started over, and has not come so far again.
             self._passed.difference_update([block.block_id for block in blocks])
-        else:
-            self._residency.cover([block.block_id for block in blocks])
-            if blocks and self._cursor is behind:
-                self._cursor = blocks[-1]
-        if blocks:
-            self._return_behind = blocks[-1]
+        elif self._cursor is behind:
+            self._cursor = blocks[-1]
 
     def _start_over(self) -> None:
         self._cursor = None
-        self._residency.covered.clear()
         self._passed.intersection_update(self._pinned)
 
     def _pass_newcomers(self, limit: int) -> None:
@@ -231,9 +226,7 @@ class FreeQueueScan:
             blocks = blocks[:stop]
             for key in beyond:
                 del chosen[key]
-        ids = [block.block_id for block in blocks]
-        self._passed.update(ids)
-        self._residency.cover(ids)
+        self._passed.update([block.block_id for block in blocks])
         if chosen:
             self._store(chosen)
             pinned = next((i for i, block in enumerate(blocks) if block.ref_cnt > 0), None)

@@ -1,10 +1,11 @@
 """Residency: which device blocks have contents that the tier has too, or is to get."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from simple_offload import metrics
@@ -13,8 +14,9 @@ from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import PayloadsByKey, Run
-from simple_offload.transfer import BlockIds, Transfer, as_array
+from simple_offload.transfer import Transfer, as_array
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -67,6 +69,8 @@ class Residency:
         """By device block, the host block with the same contents; 0: none known."""
         self._is_hit = np.zeros(num_blocks, np.bool_)
         """By device block, whether a request has hit its contents."""
+        self._host_at, self._is_hit_at = self._host_of.data, self._is_hit.data
+        """The same. For the few blocks of a step, numpy takes several times as long."""
         self._to_store: dict[int, BlockHashWithGroupId] = {}
         """By device block, contents that the tier is to get. It may have them all the same."""
         self._bypassed: dict[int, BlockHashWithGroupId] = {}
@@ -79,8 +83,9 @@ class Residency:
         """By request, device blocks whose contents it has hit since the last step."""
         self._cached = block_pool.cached(self._device_pool)
         """The device's prefix cache, by key."""
-        self.covered: set[int] = set()
-        """Host blocks that make free device blocks safe. They must not be evicted to make room."""
+        self.safe: set[int] = set()
+        """Device blocks that must stay safe, as long as the tier has their contents."""
+        self._covered = _Covered(self._tier, self._device_pool, self.safe)
         self._tier.on_removed(self._on_removed)
         block_pool.on_new_blocks(self._device_pool, self._on_new_blocks)
 
@@ -127,20 +132,21 @@ class Residency:
             self._payloads.pop(block_id, None)
         lost, bypassed = _pop_all(self._to_store, block_ids), _pop_all(self._bypassed, block_ids)
         released = [
-            bypassed.pop(i) for i in block_ids[::-1] if i in bypassed and self._host_of[i] > 0
+            bypassed.pop(i)
+            for i in (reversed(block_ids) if bypassed else ())
+            if i in bypassed and self._host_of[i] > 0
         ]
         ids = as_array(block_ids)
-        hosts, hit = self._host_of[ids], self._is_hit[ids]
+        hosts, hit = np.maximum(self._host_of[ids], 0), self._is_hit[ids]
         self._host_of[ids], self._is_hit[ids] = 0, False
-        is_resident = hosts > 0
-        hosts, hit = hosts[is_resident], hit[is_resident]
-        if len(hosts):
-            self._tier.device_lost(hosts, hit)
+        if num_resident := int(np.count_nonzero(hosts)):
+            self._tier.device_lost(hosts, hit)  # the null block is no duplicate
         if released:
             self._tier.release(released)
         lacking = lost | bypassed
-        if self._reuse.advance(len(hosts) + len(lacking)):
-            self._follow(lacking.values(), hosts[~hit])
+        if self._reuse.advance(num_resident + len(lacking)):
+            new = hosts[(hosts > 0) & ~hit].tolist()
+            self._follow(lacking.values(), new)
         self._count_dropped(list(lost.values()), reason)
 
     def on_hit(self, block_ids: Sequence[int], rule: StoreRule) -> bool:
@@ -174,25 +180,21 @@ class Residency:
         keys: Sequence[BlockHashWithGroupId],
         request: "Request",
         rule: StoreRule,
-    ) -> set[BlockHashWithGroupId]:
+    ) -> Iterable[BlockHashWithGroupId]:
         """``request`` has filled ``blocks``, parents before children. vLLM finds them by
         ``keys``. Returns the keys that the tier neither has nor gets."""
         if self._wants_events:
             self._add_payloads(blocks, keys, request)
-        ids = as_array([block.block_id for block in blocks])
-        hosts = self._host_of[ids]
+        ids, host_at = [block.block_id for block in blocks], self._host_at
         if found := self._tier.device_got(keys):
-            now = as_array([block.block_id if block is not None else 0 for block in found])
-            is_there = now > 0
-            num_new = int(np.count_nonzero(is_there & (hosts == 0)))
+            there = {i: block.block_id for i, block in zip(ids, found, strict=True) if block}
+            num_new = sum(host_at[block_id] == 0 for block_id in there)
             self._meter.add(metrics.SKIPPED, num_new, "already_stored")  # loaded, or computed again
-            hosts = np.where(is_there, now, hosts)
-            self._host_of[ids] = hosts
-            self._is_hit[ids[is_there]] = True
-            _pop_all(self._bypassed, ids[is_there].tolist())
-        triples = zip(ids.tolist(), keys, hosts.tolist(), strict=True)
-        lacking = {block_id: key for block_id, key, host in triples if host == 0}
-        new = set(lacking.values())
+            for block_id, host in there.items():
+                host_at[block_id], self._is_hit_at[block_id] = host, True
+            _pop_all(self._bypassed, list(there))
+        lacking = {i: key for i, key in zip(ids, keys, strict=True) if host_at[i] == 0}
+        new = lacking.values()
         if rule is StoreRule.HITS:
             bypassed = {i: key for i, key in lacking.items() if not self._is_hit[i]}
             self._meter.add(metrics.SKIPPED, len(bypassed), "overload")
@@ -200,7 +202,7 @@ class Residency:
             self._bypassed |= bypassed
             lacking = {i: key for i, key in lacking.items() if i not in bypassed}
         if rule is StoreRule.NONE:
-            self._tier.history.note(MissReason.WISH, new)
+            self._tier.history.note(MissReason.WISH, [*new])
         else:
             self._to_store |= lacking
         return new
@@ -245,7 +247,6 @@ class Residency:
         self._to_store.clear()
         self._bypassed.clear()
         self._payloads.clear()
-        self.covered.clear()
 
     # Stores
 
@@ -253,17 +254,19 @@ class Residency:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
         by key, the first block of each, in the same order."""
         to_store = self._to_store
+        ids = [block.block_id for block in blocks]
+        if to_store.keys().isdisjoint(ids):
+            return {}
         keys: list[Any] = list(block_pool.keys_of(blocks))
-        known = [to_store.get(block.block_id) for block in blocks]
-        if known != keys or not all(keys):
+        known = list(map(to_store.get, ids))
+        if known != keys or None in keys:
             # Not to be stored, or lost by the device.
             pairs = zip(known, keys, blocks, strict=True)
             blocks = [block for key, now, block in pairs if key is not None and key == now]
             keys = list(block_pool.keys_of(blocks))
-        absent = self._stores.absent(keys)
-        if len(absent) == len(keys):
-            chosen = dict(zip(keys, blocks, strict=True))
-        else:
+        chosen = dict(zip(keys, blocks, strict=True))
+        if len(chosen) < len(keys) or not self._stores.lacks(chosen.keys()):
+            absent = self._stores.absent(keys)
             chosen = {}
             for key, block in zip(keys, blocks, strict=True):
                 if key in absent:
@@ -272,49 +275,34 @@ class Residency:
                     to_store.pop(block.block_id, None)
                     self._host_of[block.block_id] = found[0]
         if self._admission.threshold > 1:
-            for key in absent:
-                if not self._admission.admits(key):
-                    del chosen[key]
+            admits = self._admission.admits
+            chosen = {key: block for key, block in chosen.items() if admits(key)}
         return chosen
 
     def plan(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> Sequence[KVCacheBlock]:
         """Plan stores of ``chosen``: by key one block of each, as ``choose`` returns them, children
-        before parents. Stores parents first, as far as the tier has room without evicting a
-        ``covered`` block. Returns the device blocks of the planned stores, parents first."""
-        keys, blocks = list(chosen)[::-1], list(chosen.values())[::-1]
+        before parents. Stores parents first, as far as the tier has room without evicting a covered
+        block. Returns the device blocks of the planned stores, parents first."""
+        keys, blocks = [*reversed(chosen)], [*reversed(chosen.values())]
         run = Run(blocks, keys)
         if self._wants_events:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in blocks]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in blocks]
-        stored = blocks[: len(self._stores.plan(run, self.covered, self._device_pool))]
-        ids = [block.block_id for block in stored]
-        _pop_all(self._to_store, ids)
-        self._host_of[as_array(ids)] = _COMING
+        stored = blocks[: len(self._stores.plan(run, self._covered, self._device_pool))]
+        for block in stored:
+            self._to_store.pop(block.block_id, None)
+            self._host_at[block.block_id] = _COMING
         return stored
-
-    def cover(self, block_ids: Sequence[int]) -> None:
-        """These device blocks are safe, as long as the tier keeps their contents."""
-        self.covered.update(self._hosts_of(block_ids))
-
-    def uncover(self, block_ids: Collection[int]) -> None:
-        """These device blocks need not be safe."""
-        if self.covered:
-            self.covered.difference_update(self._hosts_of(block_ids))
 
     # Details
 
-    def _hosts_of(self, block_ids: Collection[int]) -> list[int]:
-        hosts = self._host_of[as_array([*block_ids])]
-        found: list[int] = hosts[hosts > 0].tolist()
-        return found
-
     def _on_new_blocks(self, blocks: list[KVCacheBlock]) -> None:
-        self._allocated.update((block.block_id, None) for block in blocks)
+        self._allocated.update(dict.fromkeys([block.block_id for block in blocks]))
 
-    def _follow(self, lacking: Iterable[BlockHashWithGroupId], hosts: BlockIds) -> None:
+    def _follow(self, lacking: Iterable[BlockHashWithGroupId], hosts: Sequence[int]) -> None:
         """The device has lost contents that the tier lacks, and those of ``hosts``, which no
         request has hit. Follow one of them."""
-        keys = [*lacking, *self._tier.keys_at(hosts.tolist())]
+        keys = [*lacking, *self._tier.keys_at(hosts)]
         if keys:
             self._reuse.follow(get_block_hash(keys[len(keys) // 2]))
 
@@ -323,9 +311,8 @@ class Residency:
         shared: set[Any] = self._cached.keys() & keys
         for block in block_pool.blocks_with(self._device_pool, shared) if shared else ():
             block_id, key = block.block_id, block.block_hash
-            if (host := int(self._host_of[block_id])) > 0 and key is not None:
+            if self._host_of[block_id] > 0 and key is not None:
                 self._host_of[block_id] = 0
-                self.covered.discard(host)
                 if block_id not in self._bypassed:
                     self._to_store[block_id] = key
 
@@ -352,13 +339,26 @@ class Residency:
         if not keys:
             return
         absent = self._stores.absent(keys)
-        admitted = set(filter(self._admission.admits, absent))
+        admitted = self._admission.admitted(absent)
         # A request that computes them again has blocks with their keys already.
         self._tier.history.note(MissReason.NOT_STORED, admitted)
         self._tier.history.note(MissReason.BELOW_THRESHOLD, absent - admitted)
         dropped = absent.difference(block_pool.cached(self._device_pool))
         self._meter.add(metrics.SKIPPED, len(dropped - admitted), "below_threshold")
         self._meter.add(metrics.DROPPED, len(dropped & admitted), reason)
+
+
+class _Covered(Container[int]):
+    """Ids of host blocks that have the contents of ``safe`` device blocks. A set of them would
+    change with most steps, and eviction asks for few."""
+
+    def __init__(self, tier: CpuTier, device_pool: BlockPool, safe: Set[int]) -> None:
+        self._key_at = tier.key_at
+        self._device_pool, self._safe = device_pool, safe
+
+    def __contains__(self, block_id: Any) -> bool:
+        key = self._key_at(block_id)
+        return key is not None and block_pool.is_in(self._device_pool, key, self._safe)
 
 
 def _pop_all(

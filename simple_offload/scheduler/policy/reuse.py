@@ -100,18 +100,25 @@ class Reuse:
         indices", J. R. Stat. Soc. B 41(2), 1979). Hits count as independent events, whose
         number varies by its square root."""
         now, capacity = self._clock, self._capacity
+        gaps = [each.gap for each in self._samples if each.gap is not None]
+        num_hits = sum(gap <= capacity for gap in gaps)
+        if not _exceeds(len(gaps), num_hits):
+            return False  # later hits are too few, even if they took no more time
         times = sorted(
             (now - each.since, False) if each.gap is None else (each.gap, True)
             for each in self._samples
         )
-        num_hits = sum(is_hit for time, is_hit in times if time <= capacity)
         rate = num_hits / max(1, sum(min(time, capacity) for time, _ in times))
         held = hits = before = 0
         for place, (time, is_hit) in enumerate(times):
             held += (time - before) * (len(times) - place)
             before = time
             hits += is_hit
-            is_sure = hits >= MIN_HITS and hits - NUM_DEVIATIONS * sqrt(hits) > rate * held
-            if time > capacity and is_sure:
+            if time > capacity and _exceeds(hits, rate * held):
                 return True
         return False
+
+
+def _exceeds(num_hits: int, expected: float) -> bool:
+    """Whether so many hits are surely more than expected."""
+    return num_hits >= MIN_HITS and num_hits - NUM_DEVIATIONS * sqrt(num_hits) > expected

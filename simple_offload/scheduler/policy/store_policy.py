@@ -382,7 +382,7 @@ class StorePolicy(ABC):
         progress: Progress,
         group: int,
         keys: Iterable[BlockHashWithGroupId],
-        lacking: set[BlockHashWithGroupId],
+        lacking: Iterable[BlockHashWithGroupId],
     ) -> None:
         """A request has computed contents with ``keys``, and the tier lacked ``lacking``. It owns
         the contents of its answer that no other device block has."""
@@ -392,7 +392,8 @@ class StorePolicy(ABC):
         first = request.num_prompt_tokens // self._groups.block_sizes[group]
         new: set[BlockHashWithGroupId] = set()
         if progress.may_release:
-            answer = lacking.intersection(self._groups.keys(request.block_hashes, group, first))
+            answer = set(self._groups.keys(request.block_hashes, group, first))
+            answer.intersection_update(lacking)
             new = answer - block_pool.repeated(self._device_pool, answer)
         self._owners.share(progress.session, [key for key in keys if key not in new])
         self._owners.claim(progress.session, new)

@@ -6,7 +6,7 @@ names the method that it stands for, and leaves the pool as that method would: t
 two, link by link. Null blocks must not be among the blocks of any call.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice, takewhile
 from operator import attrgetter, truth
 from typing import Any, cast
@@ -119,7 +119,7 @@ def add_blocks(pool: BlockPool, num_blocks: int) -> None:
 
 
 def get_new_blocks(
-    pool: BlockPool, queue: FreeKVCacheBlockQueue, limit: int, keep: Set[int]
+    pool: BlockPool, queue: FreeKVCacheBlockQueue, limit: int, keep: Container[int]
 ) -> tuple[list[KVCacheBlock], list[Key]]:
     """Up to ``limit`` blocks from the front of a queue of free blocks, as ``get_new_blocks``
     returns them, up to the first one whose id is in ``keep``; and the keys that they had."""
@@ -254,6 +254,14 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
     if dict in set(map(type, found)):
         return [next(iter(each.values())) if isinstance(each, dict) else each for each in found]
     return found
+
+
+def is_in(pool: BlockPool, key: bytes, block_ids: Set[int]) -> bool:
+    """Whether one of these blocks holds ``key``."""
+    found = cached(pool).get(key)
+    if isinstance(found, dict):
+        return not block_ids.isdisjoint(found)
+    return found is not None and found.block_id in block_ids
 
 
 def repeated(pool: BlockPool, keys: Iterable[Key]) -> set[Key]:

@@ -9,7 +9,7 @@ block each; a host block's slots are neighbours.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -182,6 +182,10 @@ class CpuTier:
         ``max_tokens`` tokens. Changes nothing: ``pin`` the hit's ``pins`` before anything else."""
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
+    def lacks(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Whether no block holds one of ``keys``."""
+        return self._cached.keys().isdisjoint(keys)
+
     def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
         """The ``keys`` that no block holds."""
         return set(keys).difference(self._cached)
@@ -210,7 +214,7 @@ class CpuTier:
 
     # Filling
 
-    def allocate(self, count: int, keep: Set[int] = frozenset()) -> list[KVCacheBlock]:
+    def allocate(self, count: int, keep: Container[int] = ()) -> list[KVCacheBlock]:
         """Up to ``count`` pinned, empty blocks; fewer if there is no room without evicting a block
         whose id is in ``keep``."""
         blocks, duplicates, others = self._order.evict(count, keep)
@@ -223,7 +227,7 @@ class CpuTier:
         return blocks
 
     def allocate_for(
-        self, keys: Sequence[BlockHashWithGroupId], keep: Set[int]
+        self, keys: Sequence[BlockHashWithGroupId], keep: Container[int]
     ) -> list[KVCacheBlock]:
         """``allocate`` a block for the contents of each of ``keys``, from the first on. One of a
         private group takes as many blocks as a pool has ranks; the first stands for all."""
@@ -329,7 +333,7 @@ class CpuTier:
         """The device has got contents with ``keys``, parents before children, each once, for
         requests that hit or compute them. Their blocks in the tier become duplicates, and the first
         to leave. Returns the block of each key; none if no key has one."""
-        if self._cached.keys().isdisjoint(keys):
+        if self.lacks(keys):
             return []
         found = block_pool.find_blocks(self._pool, keys)
         self._order.device_got(list(filter(None, found)))
@@ -344,6 +348,10 @@ class CpuTier:
     def on_device_reset(self) -> None:
         """The device has lost all its contents at once."""
         self._order.on_device_reset()
+
+    def key_at(self, block_id: int) -> BlockHashWithGroupId | None:
+        """The key of a block, if it has contents."""
+        return self._pool.blocks[block_id].block_hash
 
     def keys_at(self, block_ids: Iterable[int]) -> list[BlockHashWithGroupId]:
         """The keys of these blocks, as far as they have contents."""
@@ -384,7 +392,7 @@ class CpuTier:
             for inner_key in of_block:
                 block_pool.add_key(self._pool, block, inner_key)
         self._order.add(blocks, duplicates=run.on_device and self.is_exclusive)
-        if not self._reserved.keys().isdisjoint(keys):
+        if self._reserved and not self._reserved.keys().isdisjoint(keys):
             self._order.reserve(self.ids_of([key for key in keys if key in self._reserved]))
         self.version += len(keys)
         self.num_used += len(keys)

@@ -1,6 +1,6 @@
 """EvictionOrder: which free host block leaves the tier next."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice, takewhile
 
 import numpy as np
@@ -35,6 +35,17 @@ _DUPLICATE = 4
 """Bit of a block's code: the device has its contents too."""
 _LOST = 8
 """Bit of a block's code: the device has lost its contents. It is still among the duplicates."""
+_WHEN_LOST = np.array(
+    [
+        [_LOST | max(code & _SEGMENT, hit) if code & _DUPLICATE else code for code in range(16)]
+        for hit in range(2)
+    ],
+    np.uint8,
+)
+"""By whether a request has hit it, and by code: the code of a block whose contents the device
+loses. For the few blocks of a step, numpy looks up a table sooner than it computes."""
+_QUEUE_OF = [min(code, _DUPLICATES) for code in range(16)]
+"""By code."""
 
 
 class EvictionOrder:
@@ -84,7 +95,7 @@ class EvictionOrder:
         """Ids in the order in which the device has lost their contents, until ``_settle``."""
         self._num_lost = 0
         self._places = np.zeros(0, np.int64)
-        """Scratch of ``_last_places``, by block id."""
+        """Scratch of ``_num_distinct``, by block id."""
         self.num_duplicates = 0
         """Blocks whose contents the device has too, pinned or free."""
         self.num_replicas = 0
@@ -126,7 +137,7 @@ class EvictionOrder:
             self._probation.append_n(list(reversed(blocks)))
 
     def evict(
-        self, limit: int, keep: Set[int]
+        self, limit: int, keep: Container[int]
     ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
         """Up to ``limit`` pinned, empty blocks; the evicted keys of duplicates, and of others.
         ``keep``: never evict these block ids, nor a block behind one of them. Duplicates among
@@ -224,21 +235,14 @@ class EvictionOrder:
             self._duplicates.prepend_n(free)
             return
         self._note_use(blocks)
-        freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
-        for block in free:
-            freed[min(codes[block.block_id], _DUPLICATES)].append(block)
-        for segment in (_PROBATION, _PROTECTED, _RESERVED):
-            self._queues[segment].append_n(freed[segment])
-        self._empty.prepend_n(freed[_EMPTY])
-        self._duplicates.prepend_n(freed[_DUPLICATES])
+        self._put_back(self._by_queue(free))
 
     def renew(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Make the free ones of ``blocks`` the last to leave in their segment."""
         free = [block for block in blocks if block.ref_cnt == 0]
         self._take_out(free)
-        for block in free:
-            block.ref_cnt += 1
-        self.unpin(free)
+        self._note_use(free)
+        self._put_back(self._by_queue(reversed(free)))
 
     # The device
 
@@ -260,15 +264,12 @@ class EvictionOrder:
         mostly requests load them before their order matters."""
         codes = np.frombuffer(self._codes, np.uint8)
         before = codes[block_ids]
-        is_duplicate = before & _DUPLICATE > 0
-        if not is_duplicate.any():
-            return
-        ids, before = block_ids[is_duplicate], before[is_duplicate]
-        segments = np.maximum(before & _SEGMENT, hit[is_duplicate])
-        codes[ids] = _LOST | segments
-        self.num_duplicates -= len(self._last_places(ids))
-        self._lost.append(ids)
-        self._num_lost += len(ids)
+        after = _WHEN_LOST[hit.view(np.uint8), before]
+        codes[block_ids] = after
+        lost = block_ids[after != before]
+        self.num_duplicates -= self._num_distinct(lost)
+        self._lost.append(lost)
+        self._num_lost += len(lost)
         if self._num_lost > len(codes):
             self._settle()
 
@@ -327,43 +328,43 @@ class EvictionOrder:
         blocks = islice(self._protected.iter_blocks_after(None), limit)
         return sum(1 for _ in takewhile(lambda block: used_at[block.block_id] < before, blocks))
 
-    def _make_last(self, keep: Set[int], limit: int) -> int:
+    def _make_last(self, keep: Container[int], limit: int) -> int:
         """Put up to ``limit`` blocks of ``keep`` from the front of the duplicates behind all
         others: the device loses their contents next. Returns how many."""
-        queued = islice(self._duplicates.iter_blocks_after(None), limit if keep else 0)
+        queued = islice(self._duplicates.iter_blocks_after(None), limit)
         count = sum(1 for _ in takewhile(lambda block: block.block_id in keep, queued))
         self._duplicates.append_n(self._duplicates.popleft_n(count))
         return count
 
-    def _last_places(self, block_ids: BlockIds) -> BlockIds:
-        """Each id once, at its last place."""
+    def _num_distinct(self, block_ids: BlockIds) -> int:
         order = np.arange(len(block_ids))
         self._places[block_ids] = order
-        last: BlockIds = block_ids[self._places[block_ids] == order]
-        return last
+        return int(np.count_nonzero(self._places[block_ids] == order))
 
     def _settle(self) -> None:
         """Move the blocks whose contents the device has lost from the duplicates to the end of
         their segments."""
-        if not self._lost:
+        if not self._num_lost:
             return
-        ids = self._last_places(np.concatenate(self._lost))
+        codes, blocks, settled = self._codes, self._pool.blocks, []
+        free: list[list[KVCacheBlock]] = [[] for _ in self._queues]
+        # From the last on: a block counts at its last place, and a piece of the queue is cut out
+        # from its end.
+        for block_id in dict.fromkeys(np.concatenate(self._lost)[::-1].tolist()):
+            code = codes[block_id]
+            if code & _LOST:
+                codes[block_id] = code & _SEGMENT
+                settled.append(block_id)
+                block = blocks[block_id]
+                if block.ref_cnt == 0:
+                    free[code & _SEGMENT].append(block)
         self._lost.clear()
         self._num_lost = 0
-        codes = np.frombuffer(self._codes, np.uint8)
-        ids = ids[codes[ids] & _LOST > 0]
-        codes[ids] &= _SEGMENT
-        self._used_at[ids] = self.num_evicted
-        free: list[list[KVCacheBlock]] = [[] for _ in self._queues]
-        for block_id, segment in zip(ids.tolist(), codes[ids].tolist(), strict=True):
-            block = self._pool.blocks[block_id]
-            if block.ref_cnt == 0:
-                free[segment].append(block)
+        self._used_at[as_array(settled)] = self.num_evicted
         for queue, of_queue in zip(self._queues, free, strict=True):
-            # From the last on, as a piece of the queue is cut out from its end.
-            block_pool.unlink(reversed(of_queue))
+            block_pool.unlink(of_queue)
             self._duplicates.num_free_blocks -= len(of_queue)
-            queue.append_n(of_queue)
+            queue.append_n(of_queue[::-1])
 
     def _move(
         self, block_ids: Iterable[int], sources: tuple[int, ...], target: int
@@ -379,16 +380,29 @@ class EvictionOrder:
         self._note_use(free)
         return free[::-1]
 
+    def _by_queue(self, blocks: Iterable[KVCacheBlock]) -> list[list[KVCacheBlock]]:
+        codes = self._codes
+        parts: list[list[KVCacheBlock]] = [[] for _ in self._queues]
+        for block in blocks:
+            parts[_QUEUE_OF[codes[block.block_id]]].append(block)
+        return parts
+
     def _take_out(self, free: Sequence[KVCacheBlock]) -> None:
         """Take free blocks out of their queues."""
-        queues = [min(self._codes[block.block_id], _DUPLICATES) for block in free]
-        self._unlink(free, [queues.count(queue) for queue in range(len(self._queues))])
+        self._unlink(free, map(len, self._by_queue(free)))
 
-    def _unlink(self, free: Sequence[KVCacheBlock], counts: Sequence[int]) -> None:
+    def _unlink(self, free: Sequence[KVCacheBlock], counts: Iterable[int]) -> None:
         """Take free blocks out of their queues. ``counts``: by queue, how many."""
         block_pool.unlink(free)
         for queue, count in zip(self._queues, counts, strict=True):
             queue.num_free_blocks -= count
+
+    def _put_back(self, parts: Sequence[list[KVCacheBlock]]) -> None:
+        """Put free blocks into their queues. ``parts``: by queue, children first."""
+        for segment in (_PROBATION, _PROTECTED, _RESERVED):
+            self._queues[segment].append_n(parts[segment])
+        self._empty.prepend_n(parts[_EMPTY])
+        self._duplicates.prepend_n(parts[_DUPLICATES])
 
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents, and so their segment."""
