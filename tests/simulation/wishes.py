@@ -2,7 +2,6 @@
 have found is not released."""
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -92,8 +91,9 @@ class Releases:
         be released, without any wish."""
         self._may_wish = True
         """Whether the request that is ending may release anything."""
-        self._num_hits: Counter[bytes] = Counter()
-        """By last hash of a prefix, the requests that have gone on from there."""
+        self._gone_on: dict[bytes, list[Request]] = {}
+        """By last hash of a prefix, the requests that have gone on from there. The next one of a
+        conversation takes the place of the one before."""
         self._read_at: dict[BlockHashWithGroupId, set[bytes]] = {}
         """By key of a window's or state's block, the last hashes of prefixes whose hits read it."""
         self._left: set[BlockHashWithGroupId] = set()
@@ -151,20 +151,26 @@ class Releases:
         self._session, self._may_wish = None, True
         return answer
 
-    def _watch_hit(self, hit: Any, hashes: list[Any], num_tokens: int) -> Any:
+    def _watch_hit(self, hit: Any, request: Request, num_tokens: int) -> Any:
+        hashes: list[Any] = request.block_hashes
         self._hit = hashes, num_tokens
         if read := self._read_by(hashes, num_tokens):
             last = bytes(hashes[num_tokens // self._scheduler.groups.hash_block_size - 1])
-            self._num_hits[last] += 1
+            others = self._gone_on.setdefault(last, [])
+            tokens = list(request.all_token_ids)
+            self._gone_on[last] = [
+                each for each in others if tokens[: each.num_tokens] != list(each.all_token_ids)
+            ]
+            self._gone_on[last].append(request)
             for key in read:
                 self._read_at.setdefault(key, set()).add(last)
-        answer = hit(hashes, num_tokens)
+        answer = hit(request, num_tokens)
         self._hit = None
         return answer
 
-    def _watch_add(self, add: Any, hashes: Any, ends: Any, *rest: Any) -> None:
+    def _watch_add(self, add: Any, request: Any, ends: Any, *rest: Any) -> None:
         self._left.update(chain.from_iterable(ends.values()))
-        add(hashes, ends, *rest)
+        add(request, ends, *rest)
 
     @property
     def _may_forget(self) -> bool:
@@ -205,15 +211,15 @@ class Releases:
         self, keys: Iterable[BlockHashWithGroupId], hashes: list[Any], num_tokens: int
     ) -> None:
         """A request goes on after a hit, and ``keys`` are released: windows and states of the same
-        prefix that the hit does not read, and that two requests have not gone on from."""
+        prefix that the hit does not read, and that two conversations have not gone on from."""
         groups, read = self._scheduler.groups, set(self._read_by(hashes, num_tokens))
         before = {bytes(each) for each in hashes[: num_tokens // groups.hash_block_size]}
         for key in keys:
             assert get_group_id(key) not in groups.chained_ids, "the chain of a prefix is released"
             assert bytes(get_block_hash(key)) in before, "what is not before a hit is released"
             assert key not in read, "what a hit reads is released"
-            most = max((self._num_hits[last] for last in self._read_at.get(key, ())), default=0)
-            assert most <= 1 or self._may_forget, "what two requests have read is released"
+            most = max((len(self._gone_on[last]) for last in self._read_at.get(key, ())), default=0)
+            assert most <= 1 or self._may_forget, "what two conversations have read is released"
 
     def _is_there(self, key: BlockHashWithGroupId) -> bool:
         scheduler = self._scheduler

@@ -86,8 +86,7 @@ class AtOnce(StorePolicy):
     def _begin(self, begun: Begun) -> None:
         super()._begin(begun)
         progress = self._progress[begun.request.request_id]
-        hashes = begun.request.block_hashes
-        progress.left_before = self._boundaries.hit(hashes, progress.num_found_tokens)
+        progress.left_before = self._boundaries.hit(begun.request, progress.num_found_tokens)
 
     def on_load_ended(self, *_: object) -> None:
         """A request records all of its blocks."""
@@ -164,7 +163,7 @@ class AtOnce(StorePolicy):
         needed = {groups.next_hit(end): self._needed(hashes, end) for end in ends}
         self._tier.renew(dict.fromkeys(chain(*needed.values())))
         left = {n: keys for n, keys in needed.items() if keys and not self._stores.absent(keys)}
-        self._boundaries.add(hashes, left, progress.left_before)
+        self._boundaries.add(request, left, progress.left_before)
 
     def _needed(self, hashes: list[BlockHash], num_tokens: int) -> list[BlockHashWithGroupId]:
         """Keys of the windows and states that must be there for the next hit."""

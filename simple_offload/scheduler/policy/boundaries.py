@@ -3,11 +3,15 @@
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +28,10 @@ class Boundary:
     beside: list["Boundary"] = field(default_factory=list)
     """The ends of the last request that has ended here."""
     num_hits: int = 0
-    """Requests that have gone on from here."""
+    """Conversations that have gone on from here."""
+    tip: tuple[int, int] | None = None
+    """Of the last request that has gone on from here and ended: where it ended, in tokens, and a
+    hash of its tokens from here on. The next one with these tokens continues its conversation."""
 
 
 class Boundaries:
@@ -42,15 +49,16 @@ class Boundaries:
         self._num_needing: Counter[BlockHashWithGroupId] = Counter()
         """By key, the boundaries that need it. No more keys than the tier has blocks."""
 
-    def hit(self, block_hashes: list[BlockHash], num_tokens: int) -> list[Boundary]:
+    def hit(self, request: "Request", num_tokens: int) -> list[Boundary]:
         """A request goes on after a hit of ``num_tokens`` tokens. Releases the boundaries before
-        that. Returns the ends, up to there, of the request that has left it."""
+        that, but for those that no request has left. Returns it, behind earlier ends of the request
+        that has left it."""
         keys = [
             key
             for group in self._groups.ids
             if group not in self._groups.chained_ids
             for key in self._groups.keys(
-                block_hashes,
+                request.block_hashes,
                 group,
                 self._groups.first_read(num_tokens, group),
                 num_tokens // self._groups.block_sizes[group],
@@ -58,37 +66,41 @@ class Boundaries:
         ]
         if not keys:
             return []
-        boundary = self._note(block_hashes, num_tokens, keys)
-        boundary.num_hits += 1
+        boundary = self._note(request, num_tokens, keys)
+        end = boundary.tip[0] if boundary.tip is not None else 0
+        boundary.num_hits += boundary.tip != (end, _hash(request, num_tokens, end))
         for each in boundary.earlier:
-            if each.num_hits <= 1:
+            if each.num_hits <= 1 and each.beside:
                 self._tier.release(self._forget(each))
         boundary.earlier.clear()
-        return [each for each in boundary.beside if each.num_tokens <= num_tokens]
+        return [*(each for each in boundary.beside if each.num_tokens < num_tokens), boundary]
 
     def add(
         self,
-        block_hashes: list[BlockHash],
+        request: "Request",
         ends: Mapping[int, Sequence[BlockHashWithGroupId]],
         earlier: Sequence[Boundary],
     ) -> None:
         """A request has ended, for which ``hit`` had returned ``earlier``. ``ends``: by the tokens
         of a later hit, the keys of windows and states that it reads."""
-        left = [self._note(block_hashes, num_tokens, keys) for num_tokens, keys in ends.items()]
+        left = [self._note(request, num_tokens, keys) for num_tokens, keys in ends.items()]
         before = [each for each in earlier if each not in left]
         for boundary in left:
             boundary.earlier, boundary.beside = before, left
+        if earlier:
+            end = request.num_tokens
+            earlier[-1].tip = end, _hash(request, earlier[-1].num_tokens, end)
         while len(self._num_needing) > self._tier.max_contents:
             self._forget(next(iter(self._at.values())))
 
     def _note(
         self,
-        block_hashes: Sequence[BlockHash],
+        request: "Request",
         num_tokens: int,
         keys: Sequence[BlockHashWithGroupId],
     ) -> Boundary:
         """The boundary after ``num_tokens`` tokens, which is used now."""
-        last = block_hashes[num_tokens // self._groups.hash_block_size - 1]
+        last = request.block_hashes[num_tokens // self._groups.hash_block_size - 1]
         if last not in self._at:
             self._at[last] = Boundary(num_tokens, last, keys)
             self._num_needing.update(keys)
@@ -97,11 +109,14 @@ class Boundaries:
 
     def _forget(self, boundary: Boundary) -> list[BlockHashWithGroupId]:
         """Returns the keys that no other boundary needs."""
-        if self._at.get(boundary.last) is not boundary:
-            return []
-        del self._at[boundary.last]
-        self._num_needing.subtract(boundary.keys)
-        unneeded = [key for key in boundary.keys if not self._num_needing[key]]
-        for key in unneeded:
-            del self._num_needing[key]
-        return unneeded
+        if self._at.get(boundary.last) is boundary:
+            del self._at[boundary.last]
+            self._num_needing.subtract(boundary.keys)
+            for key in boundary.keys:
+                if not self._num_needing[key]:
+                    del self._num_needing[key]
+        return [key for key in boundary.keys if key not in self._num_needing]
+
+
+def _hash(request: "Request", start: int, stop: int) -> int:
+    return hash(tuple(request.all_token_ids[start:stop]))

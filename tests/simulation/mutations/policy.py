@@ -168,25 +168,25 @@ def never_store_what_was_bypassed(
 
 
 @mutation(Boundaries, "hit", BOUNDARIES)
-def release_what_two_went_on_from(hit: Any, self: Boundaries, hashes: Any, num_tokens: int) -> Any:
+def release_what_two_went_on_from(hit: Any, self: Boundaries, *arguments: Any) -> Any:
     for boundary in self._at.values():
         boundary.num_hits = 0
-    return hit(self, hashes, num_tokens)
+    return hit(self, *arguments)
 
 
 @mutation(Boundaries, "hit", BOUNDARIES)
-def release_other_branches(hit: Any, self: Boundaries, hashes: Any, num_tokens: int) -> Any:
+def release_other_branches(hit: Any, self: Boundaries, *arguments: Any) -> Any:
     """The answer that the request before got, although this one has gone on at its prompt."""
-    ends = hit(self, hashes, num_tokens)
-    return ends[-1].beside if ends else ends
+    ends = hit(self, *arguments)
+    return [*ends[-1].beside, ends[-1]] if ends else ends
 
 
 @mutation(Boundaries, "add", BOUNDARIES)
 def release_before_the_successor_is_hit(
-    add: Any, self: Boundaries, hashes: Any, ends: Any, earlier: Any
+    add: Any, self: Boundaries, request: Any, ends: Any, earlier: Any
 ) -> None:
     """It may never get into the tier."""
-    add(self, hashes, ends, earlier)
+    add(self, request, ends, earlier)
     for each in earlier:
         self._tier.release(each.keys)
 
