@@ -21,6 +21,7 @@ from examples.bench.command import (
 )
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
+from examples.scheduler_bench.hybrids import MODELS
 from examples.scheduler_bench.plan import QUICK, Part, Plan
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from examples.scheduler_bench.results import Results
 
 NAMES = (
-    *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
+    *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "ours-unlimited"),
+    *("builtin", "builtin-lazy"),
     *("none", "offloading", "offloading-arc"),
 )
 """Those of the contenders, whose module takes seconds to import."""
@@ -117,6 +119,10 @@ def _report(results: "Results", output: Path) -> None:
         console.print(report.wait_table(plays))
     if results.sizes:
         console.print(report.sizes_table(results.sizes))
+    if results.bytes:
+        console.print(report.bytes_table(results.bytes))
+    if results.models:
+        console.print(report.agent_table(results.models))
     lines = [f"Numbers: {output / NUMBERS}"]
     lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
@@ -174,13 +180,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: 40000)",
     )
     parser.add_number("--max-pause", "longest pause of a replay, s (default: 300)", least=0)
-    parser.add_number("--seeds", "runs of each chat, replay and hit rate (default: 5)", most=100)
+    parser.add_names("--models", "hybrid models, for bytes and models", MODELS)
+    parser.add_number(
+        "--seeds", "runs of each chat, replay and hit rate (default: 5; of a model: 3)", most=100
+    )
     parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--out", "scheduler-bench-out", "all numbers")
     arguments = parser.parse_args(argv)
     if arguments.parts is None:
         arguments.parts = [part.value for part in Part]
-        arguments.parts.remove(Part.SIZES.value)
+        for part in (Part.SIZES, Part.MODELS, Part.BYTES):
+            arguments.parts.remove(part.value)
         if arguments.traces is None:
             arguments.parts.remove(Part.TRACES.value)
     arguments.parts = [Part(name) for name in arguments.parts]
@@ -211,6 +221,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         plan,
         footprint=footprint,
         traces=replace(plan.traces, **given),
+        models=tuple(MODELS[name] for name in arguments.models or MODELS),
+        agents=replace(plan.agents, seeds=arguments.seeds or plan.agents.seeds),
         seed=arguments.seed,
         seeds=arguments.seeds or plan.seeds,
     )

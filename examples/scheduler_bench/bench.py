@@ -1,21 +1,24 @@
 """One run: every part, every contender."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import product
 
 from examples.bench.race import Race
 from examples.bench.traces import read_trace
+from examples.scheduler_bench.agents import run_agents
 from examples.scheduler_bench.chat import run_chat
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.footprint import run_footprints
 from examples.scheduler_bench.plan import Order, Part
+from examples.scheduler_bench.planned import plan_models
 from examples.scheduler_bench.replay import replay
-from examples.scheduler_bench.results import Outcome, Play, Results, Sizes
+from examples.scheduler_bench.results import LEAST, Outcome, Play, Results, Sizes
 from examples.scheduler_bench.sizes import PREDICTED, replay_sizes
+from examples.scheduler_bench.token_bytes import bytes_of_a_token
 from examples.scheduler_bench.turns import run_turns
 
 
@@ -45,29 +48,57 @@ def run(
     _run_plays(race, parts, results, begin)
     if Part.SIZES in parts:
         _run_sizes(race, results, begin)
+    if {Part.MODELS, Part.BYTES} & set(parts):
+        _run_models(race, parts, results, begin)
     begin("done")
+
+
+def _play(
+    race: Race[Contender],
+    begin: Callable[[str], None],
+    plays: list[Play],
+    name: str,
+    once: Callable[..., Outcome],
+    takes_part: Callable[[Contender], bool],
+    seeds: Iterable[int],
+) -> Play:
+    """Add the outcomes of all seeds to ``plays``."""
+    played = Play(name)
+    plays.append(played)
+    for seed in seeds:
+        step = f"{name}, seed {seed}"
+        begin(step)
+        for contender, outcome in race.run(step, partial(once, seed=seed), takes_part).items():
+            played.add(contender, outcome)
+    return played
+
+
+def _run_models(
+    race: Race[Contender], parts: Collection[Part], results: Results, begin: Callable[[str], None]
+) -> None:
+    plan = results.plan
+    begin("plans of models")
+    planned = list(zip(plan.models, plan_models(plan.models), strict=True))
+    if Part.BYTES in parts:
+        for model, its in planned:
+            begin(f"bytes of {model.title}")
+            count = partial(bytes_of_a_token, planned=its, plan=plan.bytes)
+            found = race.run(f"bytes of {model.title}", count, _has_groups)
+            results.bytes[model.title] = {**found, LEAST: its.least_bytes(plan.bytes.prompt_tokens)}
+    if Part.MODELS in parts:
+        seeds = range(plan.seed, plan.seed + plan.agents.seeds)
+        for model, its in planned:
+            for gib in model.host_gib:
+                name = f"{model.title} on {model.num_ranks}, {gib:g} GiB"
+                once = partial(run_agents, model=model, planned=its, host_gib=gib, plan=plan.agents)
+                _play(race, begin, results.models, name, once, _has_agents, seeds)
 
 
 def _run_plays(
     race: Race[Contender], parts: Collection[Part], results: Results, begin: Callable[[str], None]
 ) -> None:
     plan = results.plan
-
-    def play(
-        plays: list[Play],
-        name: str,
-        once: Callable[..., Outcome],
-        takes_part: Callable[[Contender], bool],
-    ) -> Play:
-        """Add the outcomes of all seeds to ``plays``."""
-        played = Play(name)
-        plays.append(played)
-        for seed in range(plan.seed, plan.seed + plan.seeds):
-            step = f"{name}, seed {seed}"
-            begin(step)
-            for contender, outcome in race.run(step, partial(once, seed=seed), takes_part).items():
-                played.add(contender, outcome)
-        return played
+    play = partial(_play, race, begin, seeds=range(plan.seed, plan.seed + plan.seeds))
 
     if Part.HITS in parts:
         for one_offs, order, part in product((False, True), Order, plan.hits.host_parts):
@@ -111,8 +142,19 @@ def _run_sizes(race: Race[Contender], results: Results, begin: Callable[[str], N
 
 
 def _takes_turns(contender: Contender, one_offs: bool) -> bool:
-    return not contender.for_traces and (one_offs or not contender.for_one_offs)
+    return not (contender.for_traces or contender.unlimited) and (
+        one_offs or not contender.for_one_offs
+    )
+
+
+def _has_groups(contender: Contender) -> bool:
+    return contender.name in ("ours", "builtin", "offloading")
+
+
+def _has_agents(contender: Contender) -> bool:
+    return _has_groups(contender) or contender.unlimited
 
 
 def _is_replayed(contender: Contender) -> bool:
-    return not contender.for_one_offs and contender.num_sub_blocks == 1
+    special = contender.for_one_offs or contender.unlimited
+    return not special and contender.num_sub_blocks == 1

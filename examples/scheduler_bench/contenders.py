@@ -1,7 +1,8 @@
 """The contenders: KV connectors, and adapters to their scheduler sides."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 
 from examples.scheduler_bench.plan import BLOCK_SIZE
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,26 @@ class Transfer:
     """True if the worker waits for it before the step's compute."""
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of a server."""
+
+    num_blocks: int
+    """Host blocks of each rank if ranks share nothing, vLLM's null block included."""
+    block_bytes: int
+    """Of a rank's host block."""
+    num_ranks: int = 1
+    replicas: Replicas = field(default_factory=Replicas)
+    """The ranks with the same KV."""
+    is_replicated: bool = False
+    """Whether vLLM's OffloadingConnector keeps one copy for all ranks, where it has CUDA."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole server."""
+        return self.num_blocks * self.block_bytes * self.num_ranks
+
+
 class Side:
     """How one kind of connector is configured, and the messages of its worker side. By default,
     of one that keeps nothing."""
@@ -44,11 +66,11 @@ class Side:
     module: str | None = None
     """``kv_connector_module_path``."""
 
-    def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
-        """For a tier of ``num_blocks`` host blocks, vLLM's null block included."""
-        return {"cpu_bytes_to_use": num_blocks * block_bytes}
+    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
+        """For a tier that has this memory."""
+        return {"cpu_bytes_to_use": memory.num_bytes}
 
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
+    def open(self, connector: Any, memory: HostMemory) -> None:
         """Report to the scheduler side, once, that the worker has its memory. vLLM's connectors
         take it for granted."""
 
@@ -57,17 +79,21 @@ class Side:
         del metadata
         return []
 
-    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
-        """The worker's report when all these transfers have ended; None: nothing."""
+    def report(self, ended: Sequence[Transfer], num_ranks: int) -> KVConnectorOutput | None:
+        """The report of all ranks when these transfers have ended; None: nothing."""
         if not ended:
             return None
         return KVConnectorOutput(
             finished_recving={request for transfer in ended for request in transfer.requests},
-            kv_connector_worker_meta=self._worker_meta(ended),
+            kv_connector_worker_meta=self._worker_meta(ended, num_ranks),
         )
 
     def num_host_blocks(self, connector: Any) -> int:
-        """How many host blocks the scheduler side has. Of contenders whose memory is measured."""
+        """How many host blocks the scheduler side has. Not of one that keeps nothing."""
+        raise NotImplementedError
+
+    def num_used(self, connector: Any) -> int:
+        """How many of them hold something."""
         raise NotImplementedError
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
@@ -75,7 +101,9 @@ class Side:
         del connector, key
         return False
 
-    def _worker_meta(self, ended: Sequence[Transfer]) -> KVConnectorWorkerMetadata | None:
+    def _worker_meta(
+        self, ended: Sequence[Transfer], num_ranks: int
+    ) -> KVConnectorWorkerMetadata | None:
         raise NotImplementedError
 
 
@@ -85,13 +113,24 @@ class OurSide(Side):
     connector = "SimpleCPUOffloadConnector"
     module = "simple_offload"
 
-    def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
-        del block_bytes
-        return {"num_cpu_blocks": num_blocks, "keep_on_device_reset": True}
+    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
+        return {"num_cpu_blocks": memory.num_blocks, "keep_on_device_reset": True}
 
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        capacity = RankCapacity("0", num_blocks, num_blocks, block_bytes)
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): capacity})
+    def open(self, connector: Any, memory: HostMemory) -> None:
+        """As ``RankPool`` has it: ranks that share copies have the blocks of all of them."""
+        replicas = memory.replicas
+        num_blocks = memory.num_blocks * replicas.count
+        capacity = RankCapacity(
+            "0",
+            num_blocks,
+            num_blocks,
+            memory.block_bytes,
+            replicas.count,
+            replicas.private_groups,
+        )
+        connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): replace(capacity, rank=f"{rank}") for rank in range(memory.num_ranks)}
+        )
 
     def submitted(self, metadata: StepMetadata) -> list[Transfer]:
         loads = [
@@ -103,13 +142,15 @@ class OurSide(Side):
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler.tier.num_blocks)
 
+    def num_used(self, connector: Any) -> int:
+        tier = connector.scheduler.tier
+        return int(tier.num_used + tier.num_replicas)
+
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         return bool(connector.scheduler.tier.has(key))
 
-    def _worker_meta(self, ended: Sequence[Transfer]) -> WorkerReport:
-        report = WorkerReport()
-        report.ended.update(transfer.id for transfer in ended)
-        return report
+    def _worker_meta(self, ended: Sequence[Transfer], num_ranks: int) -> WorkerReport:
+        return WorkerReport(Counter({transfer.id: num_ranks for transfer in ended}))
 
 
 class BuiltinSide(Side):
@@ -129,12 +170,18 @@ class BuiltinSide(Side):
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler_manager.num_cpu_blocks)
 
+    def num_used(self, connector: Any) -> int:
+        blocks = connector.scheduler_manager.cpu_block_pool.blocks
+        return sum(block.block_hash is not None for block in blocks)
+
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         found = connector.scheduler_manager.cpu_block_pool.cached_block_hash_to_block
         return found.get_one_block(key) is not None
 
-    def _worker_meta(self, ended: Sequence[Transfer]) -> SimpleCPUOffloadWorkerMetadata | None:
-        stored = {transfer.id: 1 for transfer in ended if not transfer.is_load}
+    def _worker_meta(
+        self, ended: Sequence[Transfer], num_ranks: int
+    ) -> SimpleCPUOffloadWorkerMetadata | None:
+        stored = {transfer.id: num_ranks for transfer in ended if not transfer.is_load}
         return SimpleCPUOffloadWorkerMetadata(stored) if stored else None
 
 
@@ -142,6 +189,11 @@ class OffloadingSide(Side):
     """vLLM's OffloadingConnector."""
 
     connector = "OffloadingConnector"
+
+    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
+        # Its single copy needs CUDA: a CPU build gives each rank one.
+        num_bytes = memory.num_bytes * (memory.num_ranks if memory.is_replicated else 1)
+        return {"cpu_bytes_to_use": num_bytes}
 
     def submitted(self, metadata: OffloadingConnectorMetadata) -> list[Transfer]:
         urgent = metadata.jobs_to_flush or ()
@@ -154,16 +206,20 @@ class OffloadingSide(Side):
             transfers.append(Transfer(job_id, False, len(blocks)))
         return transfers
 
+    def num_host_blocks(self, connector: Any) -> int:
+        return int(connector.scheduler.manager._num_chunks)
+
+    def num_used(self, connector: Any) -> int:
+        manager = connector.scheduler.manager
+        return int(manager._num_chunks - manager._get_num_free_chunks())
+
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         manager = connector.scheduler.manager
         chunk = manager._policy.get(make_offload_key(get_block_hash(key), get_group_id(key)))
         return chunk is not None and bool(chunk.is_ready)
 
-    def _worker_meta(self, ended: Sequence[Transfer]) -> OffloadingWorkerMetadata:
-        report = OffloadingWorkerMetadata()
-        for transfer in ended:
-            report.mark_completed(transfer.id)
-        return report
+    def _worker_meta(self, ended: Sequence[Transfer], num_ranks: int) -> OffloadingWorkerMetadata:
+        return OffloadingWorkerMetadata({transfer.id: num_ranks for transfer in ended})
 
 
 class When(Enum):
@@ -191,11 +247,13 @@ class Contender:
     """True if it takes part in hit rates with one-off prompts only."""
     for_traces: bool = False
     """True if it takes part in the replay of traces only."""
+    unlimited: bool = False
+    """True if it has all the host memory that it needs, and takes part in models only."""
 
     @property
     def takes_times(self) -> bool:
         """Whether its time in the hooks and its memory are measured."""
-        return not self.for_one_offs and not self.for_traces
+        return not self.for_one_offs and not self.for_traces and not self.unlimited
 
     @property
     def num_sub_blocks(self) -> int:
@@ -218,6 +276,7 @@ CONTENDERS = {
             When.WITH_ROOM,
             for_one_offs=True,
         ),
+        Contender("ours-unlimited", OurSide(), stores=When.WITH_ROOM, unlimited=True),
         Contender("builtin", BuiltinSide()),
         Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, stores=When.AT_EVICTION),
         Contender("none", Side(), {"connectors": []}, for_traces=True),

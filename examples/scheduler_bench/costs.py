@@ -13,8 +13,9 @@ from typing import Protocol
 
 from examples.bench.race import Race
 from examples.scheduler_bench.contenders import Contender, When
-from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
+from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
+from examples.scheduler_bench.planned import MAX_MODEL_LEN
 from examples.scheduler_bench.results import POOL, Kind, Results, Row
 from examples.scheduler_bench.stopwatch import Cost, Hook
 

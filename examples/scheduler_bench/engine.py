@@ -1,48 +1,36 @@
 """Engine: vLLM's scheduler and a connector, over a device that only counts steps."""
 
-import tempfile
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import torch
-from transformers import LlamaConfig
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from examples.scheduler_bench.contenders import Contender, Transfer
+from examples.scheduler_bench.contenders import Contender, HostMemory, Transfer
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS
+from examples.scheduler_bench.planned import Planned, one_group
 from examples.scheduler_bench.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-MAX_MODEL_LEN = 135_168
-"""A prompt of 128K tokens and its answer."""
-_LAYERS = ("0",)
 _PATIENCE = 1_000
 """Steps after which a drained engine must be at rest."""
 
@@ -142,30 +130,46 @@ class Bus:
 
 
 class Engine:
-    """One rank, one full attention group, no async scheduling.
+    """One engine without async scheduling, for the scheduler side of all its ranks.
 
     Nothing is computed and nothing is copied: a transfer's end is reported some steps later
     (``Bus``), and ``add`` gets the answers beforehand. The time of the connector's hooks is in
     ``stopwatch``.
     """
 
-    def __init__(self, contender: Contender, shape: Shape) -> None:
-        """Raises ConfigError, or the connector's own error, for settings that it refuses."""
+    def __init__(self, contender: Contender, shape: Shape, planned: Planned | None = None) -> None:
+        """``planned``: the model, ``one_group()`` by default. Raises ConfigError, or the
+        connector's own error, for settings that it refuses."""
+        init_none_hash(sha256)
+        planned = planned or one_group()
         self.side = contender.side
         self.shape = shape
-        kv_cache_config = _kv_cache_config(shape.device_blocks)
-        block_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
-        config = _vllm_config(contender, shape, block_bytes)
+        self.num_ranks = planned.config.parallel_config.world_size
+        self.host_memory = HostMemory(
+            shape.host_blocks,
+            planned.block_bytes,
+            self.num_ranks,
+            planned.replicas,
+            planned.is_replicated,
+        )
+        config = _vllm_config(contender, shape, planned.config, self.host_memory)
+        # As EngineCore does.
+        kv_cache = generate_scheduler_kv_cache_config([planned.with_blocks(shape.device_blocks)])
+        block_size, self.hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
+        kv_cache.hash_block_size = self.hash_block_size
+        kv_cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            kv_cache, config, block_size, self.hash_block_size
+        )
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=kv_cache_config,
+            kv_cache_config=kv_cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=block_size,
+            hash_block_size=self.hash_block_size,
             log_stats=False,
         )
         self.connector = cast(Any, self.scheduler.connector)
-        self.side.open(self.connector, shape.host_blocks, block_bytes)
+        self.side.open(self.connector, self.host_memory)
         self.stopwatch = Stopwatch(self.connector)
         self.hits: dict[str, Hit] = {}
         self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
@@ -188,7 +192,7 @@ class Engine:
         self._answers: dict[str, Sequence[int]] = {}
         self._computed_on_device: dict[str, int] = {}
         self._bus = Bus(shape.delay, shape.bus_blocks)
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._hasher = get_request_block_hasher(self.hash_block_size, sha256)
         self._observe()
 
     def add(
@@ -290,7 +294,9 @@ class Engine:
             req_ids=request_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
             sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
-            kv_connector_output=self.side.report(self._bus.drain_ended(self.num_steps, self.now)),
+            kv_connector_output=self.side.report(
+                self._bus.drain_ended(self.num_steps, self.now), self.num_ranks
+            ),
         )
 
     def _sample(self, request_id: str) -> list[int]:
@@ -332,73 +338,24 @@ class Engine:
         self.connector.update_state_after_alloc = observed_allocation
 
 
-def _kv_cache_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-    )
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(
-        size=num_blocks * page,
-        layers=list(_LAYERS),
-        layer_stride=num_blocks * page,
-        block_stride=page,
-    )
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(list(_LAYERS), spec)],
-        prefix_cache_retention_interval=CacheConfig().prefix_cache_retention_interval,
-    )
-
-
-def _vllm_config(contender: Contender, shape: Shape, block_bytes: int) -> VllmConfig:
-    init_none_hash(sha256)
+def _vllm_config(
+    contender: Contender, shape: Shape, model: VllmConfig, memory: HostMemory
+) -> VllmConfig:
     side = contender.side
-    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
-    cache_config.num_gpu_blocks = shape.device_blocks
-    config = VllmConfig(
-        model_config=_model_config(),
-        cache_config=cache_config,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=shape.max_running,
-            max_num_batched_tokens=shape.chunk_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-            async_scheduling=False,
-        ),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=side.connector,
-            kv_connector_module_path=side.module,
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                **side.extra_config(shape.host_blocks, block_bytes),
-                **contender.extra,
-            },
-        ),
+    config = copy(model)  # a new one would be changed by vLLM's platform
+    config.cache_config = copy(model.cache_config)
+    config.cache_config.num_gpu_blocks = shape.device_blocks
+    config.scheduler_config = scheduler = copy(model.scheduler_config)
+    scheduler.max_num_seqs = shape.max_running
+    scheduler.max_num_batched_tokens = shape.chunk_tokens
+    scheduler.max_num_scheduled_tokens = None
+    scheduler.async_scheduling = False
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=side.connector,
+        kv_connector_module_path=side.module,
+        kv_role="kv_both",
+        kv_connector_extra_config={**side.extra_config(memory), **contender.extra},
     )
-    config.cache_config.block_size = BLOCK_SIZE
-    config.scheduler_config.async_scheduling = False
+    has_groups = KVConnectorFactory.supports_hma_config(config.kv_transfer_config)
+    scheduler.disable_hybrid_kv_cache_manager = not has_groups
     return config
-
-
-@lru_cache(maxsize=1)
-def _model_config() -> ModelConfig:
-    """vLLM reads the folder once, so it need not stay."""
-    with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as directory:
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=1024,
-            hidden_size=1024,
-            num_hidden_layers=len(_LAYERS),
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=MAX_MODEL_LEN,
-        ).save_pretrained(Path(directory))
-        return ModelConfig(
-            model=directory,
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            dtype="bfloat16",
-        )

@@ -73,7 +73,8 @@ def run(arguments: dict[str, Any], report: Report) -> None:
 
 def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
     from examples.scheduler_bench.costs import fill_tier
-    from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
+    from examples.scheduler_bench.engine import Engine, Shape
+    from examples.scheduler_bench.planned import MAX_MODEL_LEN
 
     contender = CONTENDERS[name]
     num_sub_blocks = contender.num_sub_blocks

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from examples.scheduler_bench.hybrids import MODELS, Model
+
 BLOCK_SIZE = 16
 """Tokens of a block."""
 CHUNK_TOKENS = 8192
@@ -25,6 +27,10 @@ class Part(Enum):
     """The same of recorded requests, and what they find."""
     SIZES = "sizes"
     """What they find with other sizes of host memory: predicted, and replayed."""
+    MODELS = "models"
+    """What agents of hybrid models find and wait for."""
+    BYTES = "bytes"
+    """Host bytes of a token, of such models."""
 
 
 class Order(Enum):
@@ -158,6 +164,42 @@ class TracePlan:
 
 
 @dataclass(frozen=True)
+class AgentPlan:
+    """Agents of hybrid models. Each has a session, and another when it has become too long."""
+
+    agents: int = 32
+    turns: int = 800
+    """Of all agents together, in random order."""
+    warm_up: float = 0.3
+    """Share of the turns that are not counted."""
+    running: int = 4
+    """Concurrent turns."""
+    system_tokens: int = 6000
+    """Length of the prefix of all sessions."""
+    first_tokens: tuple[int, int] = (2000, 12_000)
+    """Shortest and longest first message."""
+    user_tokens: tuple[int, int] = (300, 4000)
+    """Of a later turn, such as the output of a tool."""
+    answer_tokens: tuple[int, int] = (50, 250)
+    least_longest: int = 24_000
+    """Each session ends between this length and its model's ``longest``."""
+    device_part: float = 0.5
+    """Share of the sessions' blocks, each with one boundary, that the device has room for."""
+    chunk_tokens: int = 2048
+    step_seconds: float = 0.008
+    """Time of a step that computes nothing."""
+    seeds: int = 3
+
+
+@dataclass(frozen=True)
+class BytesPlan:
+    """One prompt and its answer, for the bytes of a token."""
+
+    prompt_tokens: int = 65_536
+    answer_tokens: int = 300
+
+
+@dataclass(frozen=True)
 class Plan:
     """One run of the benchmark."""
 
@@ -166,6 +208,9 @@ class Plan:
     hits: HitPlan = field(default_factory=HitPlan)
     chat: ChatPlan = field(default_factory=ChatPlan)
     traces: TracePlan = field(default_factory=TracePlan)
+    models: tuple[Model, ...] = tuple(MODELS.values())
+    agents: AgentPlan = field(default_factory=AgentPlan)
+    bytes: BytesPlan = field(default_factory=BytesPlan)
     seed: int = 0
     """Of the first run."""
     seeds: int = 5

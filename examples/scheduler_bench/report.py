@@ -1,14 +1,16 @@
 """The results as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from rich.table import Table
 
 from examples.bench.tables import MISSING, make_table, optional, ratio
 from examples.scheduler_bench.results import (
+    LEAST,
     POOL,
     Kind,
+    Outcome,
     Play,
     Results,
     Sizes,
@@ -19,6 +21,7 @@ from examples.scheduler_bench.results import (
 )
 from examples.scheduler_bench.sizes import REPLAYED
 from examples.scheduler_bench.stopwatch import Hook
+from simple_offload.memory import GIB
 
 WIDTH = 200
 """Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
@@ -168,6 +171,64 @@ def wait_table(plays: Sequence[Play]) -> Table:
                         f"{outcome.seconds:,.1f}",
                     )
         table.add_section()
+    return table
+
+
+def agent_table(plays: Sequence[Play]) -> Table:
+    """A line for each contender of each model and size of host memory."""
+    table = make_table(
+        *("contender", "device", "host", "computed", "stored", "GiB"),
+        *("first turn", "p99", "later turn", "p99"),
+        caption="Prompt tokens in percent, mean of the seeds and half of their range. Stored:\n"
+        "thousands of host blocks. GiB: what the tier holds at the end. Milliseconds until the\n"
+        "first token, by the engine's clock: mean and p99 of a session's first turns, and later.",
+    )
+    for play in plays:
+        table.add_row(play.name, style="bold")
+        for name, runs in play.runs.items():
+            shares = [[each.share(tokens(each)) for each in runs] for tokens in _AGENT_SHARES]
+            first = [figures(each.first_turns) for each in runs]
+            later = [figures(each.later_turns) for each in runs]
+            table.add_row(
+                name,
+                *(_spread([100 * share for share in each], 1) for each in shares),
+                f"{fmean(each.stored for each in runs) / 1000:.1f}",
+                f"{fmean(each.host_bytes for each in runs) / GIB:.1f}",
+                *(
+                    _spread([1e3 * each[key] for each in turns if each], 0)
+                    for turns in (first, later)
+                    for key in ("mean", "p99")
+                ),
+            )
+        table.add_section()
+    return table
+
+
+_AGENT_SHARES: tuple[Callable[[Outcome], int], ...] = (
+    lambda outcome: outcome.device,
+    lambda outcome: outcome.host,
+    lambda outcome: outcome.prompt - outcome.found,
+)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return MISSING
+    half = (max(values) - min(values)) / 2
+    return f"{fmean(values):,.{digits}f} ± {half:,.{digits}f}"
+
+
+def bytes_table(sizes: Mapping[str, Mapping[str, float]]) -> Table:
+    """A line for each model."""
+    names = dict.fromkeys(name for each in sizes.values() for name in each)
+    table = make_table(
+        *("model", *names, "ours / least"),
+        caption="Host bytes of a prompt's token on the whole server, with all that the connector\n"
+        "keeps. Least: the chain and one boundary, no padding, one copy of what ranks share.",
+    )
+    for model, by_name in sizes.items():
+        cells = (optional(by_name.get(name), ",.0f") for name in names)
+        table.add_row(model, *cells, optional(ratio(by_name.get("ours"), by_name[LEAST]), ".2f"))
     return table
 
 

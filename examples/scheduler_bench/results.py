@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import reduce
 from itertools import chain
+from operator import add
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +17,11 @@ from examples.scheduler_bench.stopwatch import Cost
 
 GOAL = 1 / 3
 """Largest share of the rival's time in the hooks, at the large end."""
+
+BYTES_GOAL = 1.15
+"""Most host bytes of a token, over the least."""
+LEAST = "least"
+"""Names the bytes that any connector needs: a column of the bytes table."""
 
 POOL = "vLLM's BlockPool"
 """Names vLLM's pool alone: a line of the memory table, a column of the cost table. Connectors that
@@ -137,6 +144,8 @@ class Outcome:
     """Of these, found on the device."""
     known_in_host: int = 0
     """Of these, loaded from the host tier."""
+    host_bytes: int = 0
+    """Of agents: what the tier holds at the end, of the whole server."""
 
     @property
     def found(self) -> int:
@@ -177,16 +186,22 @@ class Play:
     """All contenders at the same requests, with the same memory."""
 
     name: str
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    runs: dict[str, list[Outcome]] = field(default_factory=dict)
+    """By contender, the outcomes of the seeds."""
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        """Of all seeds together."""
+        return {name: reduce(add, runs) for name, runs in self.runs.items()}
 
     def add(self, contender: str, outcome: Outcome) -> None:
         """Add the outcome of another seed."""
-        known = self.outcomes.get(contender)
-        self.outcomes[contender] = outcome if known is None else known + outcome
+        self.runs.setdefault(contender, []).append(outcome)
 
     def to_json(self) -> dict[str, Any]:
         outcomes = {name: outcome.to_json() for name, outcome in self.outcomes.items()}
-        return {"name": self.name, "contenders": outcomes}
+        runs = {name: [each.to_json() for each in runs] for name, runs in self.runs.items()}
+        return {"name": self.name, "contenders": outcomes, "runs": runs}
 
 
 @dataclass(frozen=True)
@@ -227,6 +242,9 @@ class Results:
     chats: list[Play] = field(default_factory=list)
     traces: list[Play] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
+    models: list[Play] = field(default_factory=list)
+    bytes: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By model and contender, host bytes of a token; and the least."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that refuse their settings, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -238,7 +256,7 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         plays = {
             name: [play.to_json() for play in getattr(self, name)]
-            for name in ("hits", "chats", "traces")
+            for name in ("hits", "chats", "traces", "models")
         }
         return vars(self) | plays | {"goals": goals(self)}
 
@@ -277,4 +295,8 @@ def goals(results: Results) -> dict[str, bool]:
                 ours, theirs = outcome.hit_rate, rival.hit_rate
                 words = f"{name} hits {ours:.1%}, its rival {theirs:.1%}"
                 found[f"{play.name}: {words}"] = ours >= theirs
+    for model, sizes in results.bytes.items():
+        if (times := ratio(sizes.get("ours"), sizes[LEAST])) is not None:
+            words = f"{model}: a token takes {times:.2f} times the least bytes"
+            found[f"{words} (goal: {BYTES_GOAL})"] = times <= BYTES_GOAL
     return found

@@ -24,8 +24,13 @@ class Watch:
     """Counts requests from ``begin`` on, when they get their blocks. Those before are the warm-up:
     they fill both caches."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, is_later: "Callable[[Request], bool] | None" = None) -> None:
+        """``is_later``: whether a request is a later turn's, of models with several groups. These
+        have no losses, copies and bounds. By default, the share of a prompt that was computed
+        before tells."""
         self._engine = engine
+        self._is_later = is_later
+        self._num_prompt_tokens = 0
         self._accesses: list[Access] = []
         self._seen: set[bytes] = set()
         self._unstored: set[bytes] = set()
@@ -43,10 +48,11 @@ class Watch:
         self._next_sample = 0
         pool: Any = engine.scheduler.kv_cache_manager.block_pool
         self._device_pool = pool
-        # vLLM's own method, which no hook announces.
-        pool._maybe_evict_cached_block = partial(self._evict, pool._maybe_evict_cached_block)
+        if is_later is None:
+            # vLLM's own method, which no hook announces.
+            pool._maybe_evict_cached_block = partial(self._evict, pool._maybe_evict_cached_block)
+            engine.on_end = self._on_end
         engine.on_hit = self._on_hit
-        engine.on_end = self._on_end
 
     def begin(self) -> None:
         """Count from now on."""
@@ -62,7 +68,7 @@ class Watch:
         shape = engine.shape
         device_blocks, host_blocks = shape.device_blocks - 1, shape.host_blocks - 1
         return Outcome(
-            prompt=sum(len(access.blocks) for access in accesses[first:]) * BLOCK_SIZE,
+            prompt=self._num_prompt_tokens,
             device=sum(hit.device for hit in self._hits),
             host=sum(hit.host for hit in self._hits),
             unstored=self._num_unstored * BLOCK_SIZE,
@@ -91,6 +97,10 @@ class Watch:
 
     def _on_hit(self, request: "Request", hit: Hit) -> None:
         engine, counts = self._engine, self._first is not None
+        if self._is_later is not None:
+            if counts:
+                self._count(request, hit, self._is_later(request), request.num_prompt_tokens)
+            return
         # Its last token is its own.
         num_blocks = (request.num_prompt_tokens - 1) // BLOCK_SIZE
         blocks = [bytes(each) for each in request.block_hashes[:num_blocks]]
@@ -107,14 +117,18 @@ class Watch:
         self._seen.update(blocks)
         if not counts:
             return
-        self._hits.append(hit)
         is_later = num_seen >= _LATER * len(blocks) > 0
-        self._waits[is_later].append(engine.waits[request.request_id])
+        self._count(request, hit, is_later, len(blocks) * BLOCK_SIZE)
         if engine.num_steps >= self._next_sample:
             self._next_sample = engine.num_steps + _SAMPLE_STEPS
             has = partial(engine.side.has, engine.connector)
             keys = [key for each in self._device_pool.blocks if (key := each.block_hash)]
             self._num_shared.append(sum(map(has, keys)))
+
+    def _count(self, request: "Request", hit: Hit, is_later: bool, num_tokens: int) -> None:
+        self._hits.append(hit)
+        self._num_prompt_tokens += num_tokens
+        self._waits[is_later].append(self._engine.waits[request.request_id])
 
     def _on_end(self, request: "Request") -> None:
         self._seen.update(map(bytes, request.block_hashes))

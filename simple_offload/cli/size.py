@@ -76,6 +76,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="as vLLM's")
     parser.add_argument("--block-size", type=_count, metavar="TOKENS", help="as vLLM's")
     parser.add_argument(
+        "--speculative-config", "-sc", type=_drafter, metavar="JSON", help="as vLLM's"
+    )
+    parser.add_argument(
         "--device-memory",
         type=_gib,
         default=0.0,
@@ -110,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.tensor_parallel_size,
             arguments.kv_cache_dtype,
             arguments.block_size,
+            arguments.speculative_config,
         )
     console = make_console()
     answer: dict[str, Any] = {}
@@ -292,6 +296,16 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _drafter(text: str) -> dict[str, Any]:
+    try:
+        drafter = json.loads(text)
+    except ValueError:
+        drafter = None
+    if not isinstance(drafter, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return drafter
 
 
 def _positive(text: str) -> float:

@@ -30,10 +30,10 @@ from simple_offload.scheduler.supported import (
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
-from simple_offload.scheduler.tier.unread_groups import unread_groups
 from simple_offload.scheduler.write_hazards import WriteHazards
 from simple_offload.second_tier.interface import SecondTierHooks
 from simple_offload.second_tier.opening import open_second_tier, require_second_tier_possible
+from simple_offload.unread_groups import unread_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

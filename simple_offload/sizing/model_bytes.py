@@ -1,6 +1,7 @@
 """ModelBytes: KV bytes of a token, as vLLM plans them for a model's config.json."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ class GroupBytes(NamedTuple):
     num_boundary_blocks: int
     """Blocks that a hit needs at its end; 0 for a chain, of which it needs all."""
     num_host_copies: int
-    """Host blocks of the whole server for a block of the group."""
+    """Host blocks of the whole server for a block of the group. 0: the host tier has none."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,18 @@ def plan_model(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: str = "auto",
     block_size: int | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
 ) -> ModelBytes:
-    """The plan of a model's ``config`` (config.json, or the folder with it), without weights. The
-    options are vLLM's. vLLM plans for the platform that it is built for, its CPU build for CUDA, in
-    a process of its own: an import may end it. Raises ConfigError with vLLM's reason."""
+    """The plan of a model's ``config`` (config.json, or the folder with it), and of its drafter,
+    without weights. The options are vLLM's. vLLM plans for the platform that it is built for, its
+    CPU build for CUDA, in a process of its own: an import may end it. Raises ConfigError with
+    vLLM's reason."""
     given = {
         "config": str(_check(config)),
         "tensor_parallel_size": tensor_parallel_size,
         "kv_cache_dtype": kv_cache_dtype,
         "block_size": block_size,
+        "speculative_config": speculative_config,
     }
     plan, end = ask("simple_offload.sizing.planning", given, _SECONDS)
     if not isinstance(plan, dict):

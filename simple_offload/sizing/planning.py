@@ -8,6 +8,7 @@ and look for kernels of the device, are replaced. OPTIONS is a JSON object with 
 
 import gc
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +26,7 @@ from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
 from vllm.utils.torch_utils import (
     get_kv_cache_quant_algo_string,
     set_default_torch_dtype,
@@ -47,31 +49,57 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from simple_offload import vllm_compat
 from simple_offload.replicas import Replicas
 from simple_offload.sizing.absent import NoExperts, ZeroValues
+from simple_offload.unread_groups import unread_groups
 
 _ROOM = 2**62
 """Bytes for the KV cache. So many blocks fit that their size follows from their number."""
 
 
 def plan(
-    config: str, tensor_parallel_size: int, kv_cache_dtype: str, block_size: int | None
+    config: str,
+    tensor_parallel_size: int,
+    kv_cache_dtype: str,
+    block_size: int | None,
+    speculative_config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The fields of ModelBytes, as JSON has them. Raises what vLLM raises."""
+    return describe(
+        *plan_engine(
+            config,
+            tensor_parallel_size=tensor_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            speculative_config=speculative_config,
+        )
+    )
+
+
+def plan_engine(config: str, **options: Any) -> tuple[VllmConfig, KVCacheConfig]:
+    """vLLM's configuration of an engine for the model of ``config`` (a config.json), and the plan
+    of a rank's KV cache, with a drafter's layers. ``options``: of vLLM's EngineArgs. Changes vLLM's
+    CPU platform in this process. Raises what vLLM raises."""
     given = json.loads(Path(config).read_text(encoding="utf-8"))
     # Weights decide nothing here, and their quantization may need kernels that this machine lacks.
     quantization = given.pop("quantization_config", None)
-    if quantization and kv_cache_dtype == "auto":
-        kv_cache_dtype = get_kv_cache_quant_algo_string(quantization) or "auto"
-    platform = current_platform.device_type
-    if platform == "cpu":
+    if quantization and options.get("kv_cache_dtype", "auto") == "auto":
+        options["kv_cache_dtype"] = get_kv_cache_quant_algo_string(quantization) or "auto"
+    if current_platform.device_type == "cpu":
         from simple_offload.sizing import gpu_rules  # not every build can import it
 
         gpu_rules.apply()
-        platform = "cuda"
     _import_models(given["architectures"])
     with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(given))
         for file in Path(config).resolve().parent.glob("*.py"):
             (Path(folder) / file.name).symlink_to(file)
+        if drafter := options.get("speculative_config"):
+            drafted = get_config(
+                drafter.get("model", folder),
+                trust_remote_code=False,
+                hf_overrides_fn=SpeculativeConfig.hf_config_override,
+            )
+            _import_models(drafted.architectures)
+        several = options.get("tensor_parallel_size", 1) > 1
         vllm_config = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -79,25 +107,32 @@ def plan(
             load_format="dummy",
             enforce_eager=True,
             enable_prefix_caching=True,
-            tensor_parallel_size=tensor_parallel_size,
-            distributed_executor_backend="mp" if tensor_parallel_size > 1 else None,
-            kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-            block_size=block_size,
+            distributed_executor_backend="mp" if several else None,
+            **options,
         ).create_engine_config()
-        planned = _plan(vllm_config)
+        return vllm_config, _plan(vllm_config)
+
+
+def describe(vllm_config: VllmConfig, planned: KVCacheConfig) -> dict[str, Any]:
+    """The fields of ModelBytes, of what ``plan_engine`` has returned."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
     replicas = Replicas.find(vllm_config, planned)
-    num_pools = tensor_parallel_size // replicas.count
+    num_pools = num_ranks // replicas.count
     groups = []
+    block_sizes = [group.kv_cache_spec.block_size for group in planned.kv_cache_groups]
+    unread = unread_groups(vllm_config, planned, math.lcm(*block_sizes))
     for group in planned.prefix_cacheable_group_ids:
         described = planned.kv_cache_groups[group]
         (spec, *_) = iter_layer_specs(described.kv_cache_spec)
         copies = num_pools * (replicas.count if group in replicas.private_groups else 1)
+        copies = 0 if group in unread else copies
         kind, num_blocks = _boundary(spec)
         groups.append((kind, len(described.layer_names), spec.block_size, num_blocks, copies))
+    platform = current_platform.device_type
     return {
         "architecture": vllm_config.model_config.architecture,
-        "platform": platform,
-        "num_ranks": tensor_parallel_size,
+        "platform": "cuda" if platform == "cpu" else platform,
+        "num_ranks": num_ranks,
         "num_sharing": replicas.count,
         "block_bytes": _ROOM // planned.num_blocks,
         "groups": groups,
@@ -121,6 +156,13 @@ def _plan(vllm_config: VllmConfig) -> KVCacheConfig:
         assert isinstance(model_config.dtype, torch.dtype)
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"), ZeroValues():
             initialize_model(vllm_config)
+            drafter = vllm_config.speculative_config
+            if drafter and (drafter.use_eagle() or drafter.uses_draft_model()):
+                # As vLLM's proposers name its layers.
+                prefix = "draft_model" if drafter.uses_draft_model() else ""
+                initialize_model(
+                    vllm_config, prefix=prefix, model_config=drafter.draft_model_config
+                )
         current_platform.update_block_size_for_backend(vllm_config)
         register_all_kvcache_specs(vllm_config)  # type: ignore[no-untyped-call]
         specs = get_kv_cache_spec(vllm_config)

@@ -137,8 +137,8 @@ def test_a_models_bytes(
 
     monkeypatch.setattr(size, "plan_model", plan)
     words = ("--model", "config.json", "-tp", "2", "--kv-cache-dtype", "fp8", "--block-size", "16")
-    assert size.run(arguments_of(*words)) == 0
-    assert given == [Path("config.json"), 2, "fp8", 16]
+    assert size.run(arguments_of(*words, "-sc", '{"method": "mtp"}')) == 0
+    assert given == [Path("config.json"), 2, "fp8", 16, {"method": "mtp"}]
     text = capsys.readouterr().out
     assert "LlamaForCausalLM on 2 ranks" in text
     assert "65,536 bytes on each rank, 131,072 on all, 131,072 in host memory." in text

@@ -158,6 +158,17 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "text_config": _MINIMAX,
     },
     "kimi-k3": _KIMI,
+    # Qwen2's attention with one KV head, which several ranks repeat, and so does the MTP module.
+    "mimo-mtp": _USUAL
+    | _HEADS
+    | {
+        "num_key_value_heads": 1,
+        "model_type": "qwen2",
+        "architectures": ["MiMoForCausalLM"],
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
+    },
 }
 
 _EAGLE3: dict[str, Any] = (

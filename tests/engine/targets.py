@@ -98,10 +98,12 @@ TARGETS: dict[str, Target] = {
     "llama-pair": Target("llama", GPU | LARGE | _PAIR, HALF),
     "mla-pair": Target("mla", GPU | _PAIR, HALF),
     "one-kv-head-pair": Target("llama-one-kv-head", GPU | _PAIR | {"block_size": 16}, HALF),
+    "mimo-mtp-pair": _shrunk("mimo-mtp", HALF, **_PAIR, **_drafts("mtp", 1)),
     # Attention that both ranks have alike, and states, which they share out. (vLLM's Kimi-K3, which
     # has MLA instead, needs CUTLASS's Python package with several ranks.)
     "hybrid-pair": Target("hybrid-one-kv-head", GPU | _PAIR, HALF, same_hits=False),
     "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
+    "mimo-mtp-on-cpu": _shrunk("mimo-mtp", SINGLE, CPU, **_drafts("mtp", 1)),
     "gpt-oss-eagle3-on-cpu": _shrunk("gpt-oss-eagle3", SINGLE, CPU, **_drafts("eagle3", 3)),
 }
 

@@ -66,7 +66,7 @@ def test_two_ranks(runs: Runs) -> None:
     assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached)
 
 
-@pytest.mark.parametrize("target", ["mla-pair", "one-kv-head-pair"])
+@pytest.mark.parametrize("target", ["mla-pair", "one-kv-head-pair", "mimo-mtp-pair"])
 def test_ranks_with_the_same_kv_have_one_copy(runs: Runs, target: str) -> None:
     results = results_of(runs, target, BOTH)
     check_room(results)

@@ -1,4 +1,4 @@
-"""The Dockerfile and the values for Helm: as far as they run without a cluster."""
+"""The Dockerfile, the values for Helm and llm-d's overlay: as far as they run without a cluster."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -26,6 +27,7 @@ from tools.set_up import ROOT
 DEPLOY = ROOT / "examples" / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text())
+PATCH: dict[str, Any] = yaml.safe_load((DEPLOY / "llm-d" / "patch-vllm.yaml").read_text())
 
 CHART_KEYS = {
     "name": str,
@@ -44,6 +46,9 @@ helm/values.schema.json, at a6c01db (chart 0.1.12). The schema allows any other 
 templates then ignore."""
 CHART_FLAGS = {"maxModelLen": "--max-model-len", "tensorParallelSize": "--tensor-parallel-size"}
 ROUTING = ("roundrobin", "session", "prefixaware", "kvaware")
+GUIDE_LIMIT = 400 * GIB
+"""Memory limit of the container that the overlay patches: llm-d/llm-d,
+guides/tiered-prefix-cache/modelserver/gpu/vllm/base/patch-vllm.yaml, at 17760b7."""
 
 
 def engine_arguments(model_spec: dict[str, Any]) -> list[str]:
@@ -53,6 +58,28 @@ def engine_arguments(model_spec: dict[str, Any]) -> list[str]:
     prefix_caching = "enable" if config.pop("enablePrefixCaching", False) else "no-enable"
     own = [word for key, value in config.items() for word in (CHART_FLAGS[key], str(value))]
     return [f"--{prefix_caching}-prefix-caching", *own, *extra_args]
+
+
+def engine_config(arguments: list[str]) -> VllmConfig:
+    """What `vllm serve` makes of its arguments."""
+    parser: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    given = parser.parse_args([*arguments, "--skip-tokenizer-init"])
+    config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    return config
+
+
+def tier_bytes(config: VllmConfig, limit: int, machine: Machine) -> int | None:
+    """The size of the host tier in a container with that limit, of ``limit`` bytes."""
+    assert config.kv_transfer_config is not None
+    assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is (
+        SimpleCPUOffloadConnector
+    )
+    machine.num_bytes = 2 * limit
+    machine.write("/proc/self/cgroup", "0::/pod\n")
+    machine.write("/sys/fs/cgroup/pod/memory.max", str(limit))
+    num_ranks = config.parallel_config.world_size
+    extra_config = config.kv_transfer_config.kv_connector_extra_config
+    return OffloadConfig.parse(extra_config, num_ranks).cpu_bytes_to_use
 
 
 # The image
@@ -108,22 +135,12 @@ def test_vllm_serves_with_the_connector(
     model_spec: dict[str, Any], make_vllm_config: MakeVllmConfig, machine: Machine
 ) -> None:
     """The parser takes every argument, and the tier fits beside what vLLM needs."""
-    parser: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
     arguments = engine_arguments(model_spec)
-    small = ["--model", make_vllm_config().model_config.model, "--skip-tokenizer-init"]
-    given = parser.parse_args([*arguments, *small, "--max-model-len", "512"])
-    config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    small = ["--model", make_vllm_config().model_config.model, "--max-model-len", "512"]
+    config = engine_config([*arguments, *small])
     assert config.cache_config.enable_prefix_caching
-    assert config.kv_transfer_config is not None
-    assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is (
-        SimpleCPUOffloadConnector
-    )
     limit = int(model_spec["limitMemory"].removesuffix("Gi")) * GIB
-    machine.num_bytes = 2 * limit
-    machine.write("/proc/self/cgroup", "0::/pod\n")
-    machine.write("/sys/fs/cgroup/pod/memory.max", str(limit))
-    extra_config = config.kv_transfer_config.kv_connector_extra_config
-    assert OffloadConfig.parse(extra_config, 1).cpu_bytes_to_use == 72 * GIB
+    assert tier_bytes(config, limit, machine) == 72 * GIB
 
 
 def test_helm_keeps_the_configuration_in_one_argument(model_spec: dict[str, Any]) -> None:
@@ -131,3 +148,29 @@ def test_helm_keeps_the_configuration_in_one_argument(model_spec: dict[str, Any]
     option, text = model_spec["vllmConfig"]["extraArgs"]
     assert (option, "\n" in text) == ("--kv-transfer-config", False)
     assert json.loads(text)["kv_connector_module_path"] == "simple_offload"
+
+
+# llm-d's overlay
+
+
+def test_the_overlay_patches_the_servers_of_the_guide() -> None:
+    """Names as in the base's Deployment: llm-d/llm-d,
+    guides/tiered-prefix-cache/modelserver/gpu/vllm/base, at 17760b7. It starts `vllm serve`."""
+    assert (PATCH["kind"], PATCH["metadata"]["name"]) == ("Deployment", "decode")
+    (container,) = PATCH["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "modelserver"
+    assert container["image"].split(":")[1] in DOCKERFILE
+    overlay = yaml.safe_load((DEPLOY / "llm-d" / "kustomization.yaml").read_text())
+    assert overlay["patches"] == [{"path": "patch-vllm.yaml"}]
+
+
+def test_vllm_serves_with_the_overlays_arguments(
+    make_vllm_config: MakeVllmConfig, machine: Machine
+) -> None:
+    (container,) = PATCH["spec"]["template"]["spec"]["containers"]
+    model, *arguments = container["args"]
+    assert model == "Qwen/Qwen3-32B"
+    small = ["--model", make_vllm_config().model_config.model, "--max-model-len", "512"]
+    config = engine_config([*arguments, *small])
+    assert config.parallel_config.tensor_parallel_size == 2
+    assert tier_bytes(config, GUIDE_LIMIT, machine) == 100 * GIB

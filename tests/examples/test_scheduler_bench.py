@@ -16,13 +16,16 @@ from rich.console import Console
 from examples.bench.command import BAD_RESULT, RUN_FAILED
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench import report
-from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
+from examples.scheduler_bench.agents import run_agents
+from examples.scheduler_bench.contenders import CONTENDERS, Contender, HostMemory, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape, Wait
 from examples.scheduler_bench.footprint import measure_footprint
+from examples.scheduler_bench.hybrids import MODELS
 from examples.scheduler_bench.plan import (
     BLOCK_SIZE,
     QUICK,
+    AgentPlan,
     ChatPlan,
     FootprintPlan,
     Mix,
@@ -30,6 +33,7 @@ from examples.scheduler_bench.plan import (
     Part,
     Plan,
 )
+from examples.scheduler_bench.planned import plan_models
 from examples.scheduler_bench.results import (
     POOL,
     Footprint,
@@ -42,6 +46,7 @@ from examples.scheduler_bench.results import (
 )
 from examples.scheduler_bench.stopwatch import Cost, Hook
 from examples.scheduler_bench.turns import Workload, run_turns
+from simple_offload.replicas import Replicas
 
 CHAT = ChatPlan(4, 2, 3, 32, (100, 200), device_tokens=1024, host_factors=(2.0,))
 TINY = replace(
@@ -59,8 +64,8 @@ class Faulty(OurSide):
     def __init__(self, name: str, member: object) -> None:
         self._name, self._member = name, member
 
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        super().open(connector, num_blocks, block_bytes)
+    def open(self, connector: Any, memory: HostMemory) -> None:
+        super().open(connector, memory)
         setattr(connector.scheduler, self._name, self._member)
 
 
@@ -302,6 +307,71 @@ def test_footprint(name: str, num_sub_blocks: int) -> None:
     else:
         assert found.bytes_per_filled_block is not None
         assert 32 <= found.bytes_per_filled_block * num_sub_blocks <= 1000
+
+
+# Hybrid models
+
+
+AGENTS = AgentPlan(
+    agents=3, turns=18, least_longest=20_000, answer_tokens=(5, 10), device_part=0.4, seeds=2
+)
+
+
+def test_models_are_planned_as_published() -> None:
+    """The drafter's window and keys are groups, or layers, that end hits a block earlier."""
+    names = ("kimi-linear", "deepseek-v4-flash", "deepseek-v4-flash-mtp", "qwen3.5-mtp")
+    kimi, flash, drafted, qwen = plan_models(MODELS[name] for name in names)
+    assert kimi.block_bytes == 1920 * 7 * (512 + 64) * 2
+    # 21 layers have an entry for 4 tokens and its index, 20 have one for 128, all have a window.
+    layers = [
+        [len(group.layer_names) for group in p.kv_cache.kv_cache_groups] for p in (flash, drafted)
+    ]
+    assert layers == [[22, 21, 62, 42, 20], [22, 22, 62, 42, 20]]
+    assert flash.is_replicated
+    assert flash.replicas.count == 4
+    marked = [each.is_eagle_group for each in drafted.kv_cache.kv_cache_groups]
+    assert marked == [False, True, False, False, False]
+    assert qwen.replicas == Replicas(4, frozenset({0, 1, 2}))
+    assert not qwen.is_replicated
+    assert len(qwen.kv_cache.kv_cache_groups[3].layer_names) == 15 + 1
+
+
+def test_agents_of_a_hybrid_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kimi-K3: 8 ranks share a copy of the latents. Each has states of its own."""
+    plan = replace(TINY, models=(replace(MODELS["kimi-k3"], host_gib=(8,)),), agents=AGENTS)
+    contenders = [CONTENDERS[name] for name in ("ours", "ours-unlimited", "builtin", "offloading")]
+    parts = {Part.BYTES, Part.MODELS}
+    assert command.run(plan, contenders, parts, tmp_path) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Kimi-K3 on 8, 8 GiB" in printed
+    numbers = numbers_of(tmp_path)
+    (sizes,) = numbers["bytes"].values()
+    # A block has 768 tokens of the 24 layers of latents, or a third of the 69 states.
+    block, state = 24 * 768 * 576 * 2, 3 * 3 * (96 // 8) * 128 * 2 + 96 // 8 * 128 * 128 * 4
+    assert sizes["least"] * 65_536 == 85 * block + 69 * state * 8
+    assert sizes["builtin"] * 65_536 == pytest.approx(8 * block * (85 + 3), rel=1e-4)
+    assert sizes["ours"] <= 1.15 * sizes["least"]
+    (play,) = numbers["models"]
+    found = play["contenders"]
+    assert len({each["prompt"] for each in found.values()}) == 1, "all are asked the same"
+    for name, outcome in found.items():
+        assert outcome["requests"] == 2 * (18 - 5)
+        assert outcome["first_turns"]["requests"] > 0
+        assert outcome["host"] > 0, name
+        assert outcome["later_turns"]["mean"] > 0
+    assert found["ours-unlimited"]["host_bytes"] > found["ours"]["host_bytes"]
+    ours = found["ours"]["device"] + found["ours"]["host"]
+    assert found["ours-unlimited"]["device"] + found["ours-unlimited"]["host"] >= ours
+    assert ours > found["builtin"]["device"] + found["builtin"]["host"]
+
+
+def test_agents_of_a_connector_that_never_hits() -> None:
+    model = MODELS["kimi-k3"]
+    (planned,) = plan_models([model])
+    deaf = Faulty("get_num_new_matched_tokens", lambda request, computed: (0, False))
+    outcome = run_agents(Contender("ours", deaf), model, planned, 80.0, AGENTS, seed=0)
+    assert outcome.host == 0 < outcome.device < outcome.prompt
+    assert outcome.host_bytes > 0
 
 
 # The report

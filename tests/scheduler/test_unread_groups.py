@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from simple_offload.scheduler.tier.unread_groups import unread_groups
+from simple_offload.unread_groups import unread_groups
 from tests.simulation.real_models import REAL_MODELS, place_groups, plan_groups
 from tests.simulation.real_shape import real_config
 

@@ -121,6 +121,11 @@ MIXTRAL: dict[str, Any] = LLAMA_8B | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+EAGLE_3: dict[str, Any] = LLAMA_8B | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+}
 BLOOM: dict[str, Any] = {
     "architectures": ["BloomForCausalLM"],
     "model_type": "bloom",
@@ -144,6 +149,21 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "v3": (DEEPSEEK_V3, {"tensor_parallel_size": 8}),
     "v3.2": (DEEPSEEK_V32, {"tensor_parallel_size": 8}),
     "v3.2, fp8": (DEEPSEEK_V32, {"kv_cache_dtype": "fp8"}),
+    "v3.2, mtp": (
+        DEEPSEEK_V32 | {"num_nextn_predict_layers": 1},
+        {
+            "tensor_parallel_size": 8,
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        },
+    ),
+    "llama, eagle": (
+        LLAMA_8B,
+        {"speculative_config": {"method": "eagle3", "model": "", "num_speculative_tokens": 3}},
+    ),
+    "llama, n-grams": (
+        LLAMA_8B,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ),
     "bloom": (BLOOM, {}),
     "gemma": (GEMMA_3_12B, {"tensor_parallel_size": 2}),
     "nemotron": (NEMOTRON_3_NANO, {}),
@@ -159,12 +179,15 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers to all cases, of one process, forked from this one: imports take most of the time
     of a new one."""
     folder = tmp_path_factory.mktemp("plans")
+    (folder / "config.json").write_text(json.dumps(EAGLE_3))
     arguments = []
     for number, (config, changed) in enumerate(CASES.values()):
         path = folder / f"{number}.json"
         path.write_text(json.dumps(config))
         options = {"tensor_parallel_size": 1, "kv_cache_dtype": "auto", "block_size": None}
         given = {"config": str(path), **options, **changed}
+        if (drafter := given.get("speculative_config")) and "model" in drafter:
+            given["speculative_config"] = drafter | {"model": str(folder)}
         arguments.append([json.dumps(given), str(folder / f"{number}.answer")])
     in_child(_plan_all, arguments)
     return {
@@ -252,6 +275,25 @@ def test_keys_of_the_index_count(model: ModelBytes) -> None:
 def test_sparse_latents_have_a_format_of_their_own(model: ModelBytes) -> None:
     """FlashMLA's: latents in fp8, four scales, and the rotary part in 16 bits."""
     assert model.token_per_rank == 61 * (512 + 4 * FP32 + 64 * BF16 + 128 + 4)
+
+
+# Drafters
+
+
+@of_case("v3.2, mtp")
+def test_an_mtp_layer_has_the_models_latents(model: ModelBytes) -> None:
+    assert model.token_in_host == 62 * ((512 + 64) * BF16 + 128 + 4)
+    assert model.num_sharing == 8
+
+
+@of_case("llama, eagle")
+def test_a_drafter_has_keys_and_values_of_its_own(model: ModelBytes) -> None:
+    assert model.token_per_rank == 2 * 33 * 8 * 128 * BF16
+
+
+@of_case("llama, n-grams")
+def test_drafts_without_a_model_have_none(model: ModelBytes) -> None:
+    assert model.token_per_rank == 128 * 1024
 
 
 # Windows and states

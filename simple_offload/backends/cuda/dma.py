@@ -48,7 +48,8 @@ def largest_first(plan: Descriptors) -> Descriptors:
 
     cuMemcpyBatchAsync of driver 580.159 (CUDA 13, H200) corrupts data or crashes when a batch from
     host to device has a larger descriptor after a smaller one (seen from 512 B to 16 KiB). Sorted
-    by descending size it copies correctly, which test_cuda.py checks. See docs/measurements.md.
+    by descending size it copies correctly, which test_cuda.py checks. ``examples/driver_check.py``
+    shows it without this connector. See docs/measurements.md.
     """
     if not len(plan.sizes) or bool((plan.sizes[1:] <= plan.sizes[:-1]).all()):
         return plan
@@ -81,6 +82,8 @@ def resolve_dma() -> SubmitDma:
         function = with_lock if keep_lock else without_lock
         order = _ANY_ORDER if direction is Direction.LOAD else _IN_STREAM_ORDER
         attributes = _Attributes(source_access_order=order)
+        # One entry: attributes hold from their index on (CUDA's reference; vllm#53860 reads it as
+        # one entry a descriptor).
         first_index, failed = size(0), size(2**64 - 1)
         code = function(
             plan.destinations.ctypes.data,

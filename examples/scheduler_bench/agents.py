@@ -1,0 +1,159 @@
+"""Agents on a hybrid model: sessions that grow turn by turn, and leave a boundary behind each."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from examples.scheduler_bench.contenders import Contender
+from examples.scheduler_bench.engine import Engine, Shape
+from examples.scheduler_bench.hybrids import Model
+from examples.scheduler_bench.plan import AgentPlan
+from examples.scheduler_bench.planned import Planned
+from examples.scheduler_bench.results import Outcome
+from examples.scheduler_bench.watch import Watch
+from simple_offload.memory import GIB
+
+_FLOPS = 0.4e15
+"""Of an H200 in 16 bits, at 40% of its peak."""
+_BUS_BYTES = 54e9
+"""That a rank copies in a second, in each direction."""
+
+
+_FIRST = ", first"
+"""In the name of a session's first request."""
+
+
+class _Turn(NamedTuple):
+    place: int
+    """Of its agent."""
+    is_first: bool
+    """Of a session."""
+    prompt_tokens: int
+    """Behind the last answer, or behind the system prompt."""
+    answer_tokens: int
+
+
+@dataclass
+class _Agent:
+    text: list[int]
+    answer: list[int]
+    is_busy: bool = False
+
+
+def run_agents(
+    contender: Contender,
+    model: Model,
+    planned: Planned,
+    host_gib: float,
+    plan: AgentPlan,
+    seed: int,
+) -> Outcome:
+    """Play the plan's turns with ``host_gib`` of host memory in the server, and count those after
+    the warm-up. ``host_bytes`` of the outcome: what the tier holds then."""
+    turns = list(_turns(model, plan, seed))
+    num_warm_up = int(plan.warm_up * len(turns))
+    shape = Shape(
+        device_blocks=_device_blocks(model, planned, plan),
+        host_blocks=int(host_gib * GIB / planned.block_bytes / model.num_ranks),
+        max_running=plan.running,
+        bus_blocks=_BUS_BYTES / planned.block_bytes,
+        chunk_tokens=plan.chunk_tokens,
+        step_seconds=plan.step_seconds,
+        tokens_per_second=_FLOPS * model.num_ranks / (2e9 * model.active),
+    )
+    if contender.unlimited:
+        shape = replace(shape, host_blocks=_most_blocks(planned, turns))
+    with closing(Engine(contender, shape, planned)) as engine:
+        watch = Watch(engine, is_later=lambda request: _FIRST not in request.request_id)
+        agents = _Agents(engine, plan)
+        agents.play(turns[:num_warm_up])
+        watch.begin()
+        agents.play(turns[num_warm_up:])
+        side, memory = engine.side, engine.host_memory
+        held = side.num_used(engine.connector) / side.num_host_blocks(engine.connector)
+        return replace(watch.outcome(), host_bytes=int(held * memory.num_bytes))
+
+
+def _turns(model: Model, plan: AgentPlan, seed: int) -> Iterator[_Turn]:
+    """The same for every contender."""
+    random = Random(f"{seed} agents")
+    lengths, longest = [0] * plan.agents, [0] * plan.agents
+    for _ in range(plan.turns):
+        place = random.randrange(plan.agents)
+        is_first = lengths[place] >= longest[place]
+        if is_first:
+            lengths[place] = plan.system_tokens
+            longest[place] = random.randint(plan.least_longest, model.longest)
+        turn = _Turn(
+            place,
+            is_first,
+            random.randint(*(plan.first_tokens if is_first else plan.user_tokens)),
+            random.randint(*plan.answer_tokens),
+        )
+        lengths[place] += turn.prompt_tokens + turn.answer_tokens
+        yield turn
+
+
+class _Agents:
+    def __init__(self, engine: Engine, plan: AgentPlan) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._fresh = count(1)
+        """Tokens: none comes twice, but as a part of a session."""
+        self._system = self._tokens(plan.system_tokens)
+        self._agents = [_Agent([], []) for _ in range(plan.agents)]
+        self._num_turns = 0
+
+    def play(self, turns: Sequence[_Turn]) -> None:
+        """Until the last one has its answer."""
+        waiting, running = list(turns), dict[str, _Agent]()
+        while waiting or running:
+            while len(running) < self._plan.running:
+                # The first turn whose agent awaits no answer.
+                ready = (turn for turn in waiting if not self._agents[turn.place].is_busy)
+                if (turn := next(ready, None)) is None:
+                    break
+                waiting.remove(turn)
+                running[self._add(turn)] = self._agents[turn.place]
+            self._engine.step()
+            for name in [each for each in running if not self._engine.is_running(each)]:
+                running.pop(name).is_busy = False
+        self._engine.drain()
+
+    def _add(self, turn: _Turn) -> str:
+        """Ask for an answer. Returns the request's name."""
+        agent = self._agents[turn.place]
+        before = self._system if turn.is_first else agent.text + agent.answer
+        agent.text = before + self._tokens(turn.prompt_tokens)
+        agent.answer = self._tokens(turn.answer_tokens)
+        agent.is_busy = True
+        self._num_turns += 1
+        name = f"{self._num_turns}{_FIRST if turn.is_first else ''}"
+        self._engine.add(name, agent.text, agent.answer)
+        return name
+
+    def _tokens(self, number: int) -> list[int]:
+        return [next(self._fresh) for _ in range(number)]
+
+
+def _device_blocks(model: Model, planned: Planned, plan: AgentPlan) -> int:
+    """For the plan's part of the sessions, of mean length with one boundary, and for the windows of
+    the tokens that concurrent turns compute in a step."""
+    first = plan.system_tokens + sum(plan.first_tokens) / 2
+    tokens = (first + (plan.least_longest + model.longest) / 2) / 2
+    groups = planned.sizes.groups
+    session = sum(group.num_boundary_blocks or tokens / group.block_tokens for group in groups)
+    windows = [group.block_tokens for group in groups if group.kind == "window"]
+    step = sum(plan.chunk_tokens / block_tokens for block_tokens in windows)
+    return int(plan.device_part * plan.agents * session + plan.running * step)
+
+
+def _most_blocks(planned: Planned, turns: Sequence[_Turn]) -> int:
+    """Host blocks of a rank, if it has all that was ever computed."""
+    tokens = sum(turn.prompt_tokens + turn.answer_tokens for turn in turns)
+    sizes = planned.sizes
+    copies = sum(tokens / group.block_tokens * group.num_host_copies for group in sizes.groups)
+    return int(copies / sizes.num_ranks) + 1024
