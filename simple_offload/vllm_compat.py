@@ -114,6 +114,12 @@ def mark_shared_prefix(request: "Request", num_tokens: int) -> None:
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, num_tokens)
 
 
+def unmark_shared_prefix(request: "Request", num_tokens: int) -> None:
+    """Have vLLM keep none if that prefix has at most ``num_tokens`` tokens."""
+    if request.shared_prefix_boundary <= num_tokens:
+        request.shared_prefix_boundary = 0
+
+
 def confuses_states(coordinator: KVCacheCoordinator) -> bool:
     """Whether vLLM may let a request go on from another prefix's state. 0.30 does where hits end
     inside the blocks of state layers: with async scheduling its own prefix cache finds wrong states

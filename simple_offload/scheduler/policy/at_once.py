@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
 )
 
-from simple_offload import metrics
+from simple_offload import metrics, vllm_compat
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.free_queue_scan import StepLimits
@@ -75,7 +75,13 @@ class AtOnce(StorePolicy):
     def idle(self) -> bool:
         return True
 
-    def before_allocation(self, *_: object) -> bool:
+    def before_allocation(
+        self, request: "Request", _num_load_blocks: int, num_computed_tokens: int, /
+    ) -> bool:
+        """The end of a conversation's chain is no prefix that others share."""
+        vllm_compat.unmark_shared_prefix(
+            request, self._boundaries.num_own(request, num_computed_tokens)
+        )
         return False
 
     def on_step(self, scheduled: "SchedulerOutput") -> None:

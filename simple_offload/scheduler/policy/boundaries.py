@@ -29,9 +29,19 @@ class Boundary:
     """The ends of the last request that has ended here."""
     num_hits: int = 0
     """Conversations that have gone on from here."""
-    tip: tuple[int, int] | None = None
-    """Of the last request that has gone on from here and ended: where it ended, in tokens, and a
-    hash of its tokens from here on. The next one with these tokens continues its conversation."""
+    ended: tuple[int, int] = (0, 0)
+    """Of the last request that has ended here: where it ended, in tokens, and a hash of its tokens
+    from here on. One that has these tokens continues its conversation."""
+    gone_on: tuple[int, int] = (0, 0)
+    """The same of the last one that has gone on from here and ended."""
+
+    def num_continued(self, request: "Request", end: tuple[int, int]) -> int:
+        """Tokens of the conversation with this ``end``, if ``request`` continues it."""
+        return end[0] if end == self.end_of(request, end[0]) else 0
+
+    def end_of(self, request: "Request", num_tokens: int) -> tuple[int, int]:
+        """The end of a request's first ``num_tokens`` tokens."""
+        return num_tokens, hash(tuple(request.all_token_ids[self.num_tokens : num_tokens]))
 
 
 class Boundaries:
@@ -67,13 +77,22 @@ class Boundaries:
         if not keys:
             return []
         boundary = self._note(request, num_tokens, keys)
-        end = boundary.tip[0] if boundary.tip is not None else 0
-        boundary.num_hits += boundary.tip != (end, _hash(request, num_tokens, end))
+        boundary.num_hits += not boundary.num_continued(request, boundary.gone_on)
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
                 self._tier.release(self._forget(each))
         boundary.earlier.clear()
         return [*(each for each in boundary.beside if each.num_tokens < num_tokens), boundary]
+
+    def num_own(self, request: "Request", num_tokens: int) -> int:
+        """Tokens of the conversation that a request would continue after a hit of ``num_tokens``
+        tokens."""
+        place = num_tokens // self._groups.hash_block_size - 1
+        boundary = self._at.get(request.block_hashes[place]) if place >= 0 else None
+        if boundary is None:
+            return 0
+        ends = (boundary.ended, boundary.gone_on)
+        return max(boundary.num_continued(request, end) for end in ends)
 
     def add(
         self,
@@ -87,9 +106,9 @@ class Boundaries:
         before = [each for each in earlier if each not in left]
         for boundary in left:
             boundary.earlier, boundary.beside = before, left
+            boundary.ended = boundary.end_of(request, request.num_tokens)
         if earlier:
-            end = request.num_tokens
-            earlier[-1].tip = end, _hash(request, earlier[-1].num_tokens, end)
+            earlier[-1].gone_on = earlier[-1].end_of(request, request.num_tokens)
         while len(self._num_needing) > self._tier.max_contents:
             self._forget(next(iter(self._at.values())))
 
@@ -116,7 +135,3 @@ class Boundaries:
                 if not self._num_needing[key]:
                     del self._num_needing[key]
         return [key for key in boundary.keys if key not in self._num_needing]
-
-
-def _hash(request: "Request", start: int, stop: int) -> int:
-    return hash(tuple(request.all_token_ids[start:stop]))
