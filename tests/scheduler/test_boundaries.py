@@ -85,3 +85,14 @@ def test_the_second_of_a_shared_prefix_keeps_its_end(
     driver.serve("second", [*shared, *prompt(9, 2)])
     driver.empty_device_cache()
     assert driver.found([*shared, *prompt(9, 3)]) == len(shared)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_end_of_an_answer_is_no_shared_prefix(drive: MakeDriver, on_device: bool) -> None:
+    """The chain goes on behind the last state of the conversation, but no other request does."""
+    driver = drive(num_states=1, num_device_blocks=60, num_host_blocks=70)
+    first = turn(driver, "first", prompt(2), 1, on_device)
+    assert [len(first), driver.found([*first[:12], 96])] == [15, 8]
+    second = turn(driver, "second", first, 2)
+    assert driver.found([*second[:12], 96]) == 8
+    assert driver.found([*second, 96]) == 20

@@ -146,11 +146,11 @@ class Groups:
 
     def needed_blocks(self, num_tokens: int, group: int) -> range:
         """The blocks of ``group`` that must be there for ``next_hit``."""
-        stop = next_hit = self.next_hit(num_tokens)
-        # vLLM looks for a drafter's attention one block further, and drops that.
-        if group in self._coordinator.eagle_group_ids and group in self.stable_ids:
-            stop = self._whole(num_tokens)
-        return range(self.first_read(next_hit, group), stop // self.block_sizes[group])
+        next_hit = self.next_hit(num_tokens)
+        # vLLM looks for one block more of a drafter's attention, and drops that.
+        has_more = group in self._coordinator.eagle_group_ids and group in self.stable_ids
+        stop = next_hit // self.block_sizes[group] + has_more
+        return range(self.first_read(next_hit, group), stop)
 
     def num_cacheable_tokens(self, num_tokens: int, group: int) -> int:
         """Number of a request's first ``num_tokens`` tokens whose blocks in ``group`` can be found
