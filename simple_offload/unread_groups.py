@@ -1,4 +1,4 @@
-"""Unread groups: DeepSeek-V4's compressor states of which no request reads any after a hit."""
+"""Unread groups: DeepSeek-V4's deep compressor states, which no kernel reads after a hit."""
 
 import re
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ _COMPRESSOR = re.compile(r"\blayers\.(\d+)\.attn\.compressor\.state_cache$")
 def unread_groups(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, block_size: int
 ) -> frozenset[int]:
-    """Ids of the groups of which a request reads nothing that was there before its hit, which is a
-    multiple of ``block_size`` tokens.
+    """Ids of the groups without a block that kernels read after a hit. Hits are multiples of
+    ``block_size`` tokens.
 
     A compressor of ratio 128 makes one entry of 128 tokens, and keeps their states until then.
     vLLM's cache has a window of 128 tokens for them. But its kernels read the states at the last

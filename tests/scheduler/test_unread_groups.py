@@ -1,4 +1,4 @@
-"""Compressor states of which no request reads any after a hit."""
+"""Deep compressor states, which no kernel reads after a hit."""
 
 import pytest
 import torch

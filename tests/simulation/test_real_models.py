@@ -139,6 +139,14 @@ def test_scripts_with_faults(name: str) -> None:
     assert outcome.num_finished == outcome.num_requests
 
 
+@pytest.mark.parametrize(("name", "seed"), [("DeepSeek-V4", 0), ("Kimi-K3, MTP", 1)])
+def test_earlier_boundaries_are_released_beside_a_drafter(name: str, seed: int) -> None:
+    """A hit reads one block more of the drafter's window, and no other state."""
+    play = Play(draw(seed, name, retention=0).without_faults())
+    play.run()
+    assert play.world.releases.num_superseded > 0
+
+
 def test_the_state_inside_a_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM relies on Kimi's kernels to write the state at the last block end of a prompt, where no
     step ends."""

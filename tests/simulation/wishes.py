@@ -83,12 +83,14 @@ class Releases:
     def __init__(self, scheduler: OffloadScheduler) -> None:
         self.num_released = 0
         """Blocks that have been released."""
+        self.num_superseded = 0
+        """Windows and states that have been released because a later boundary was hit."""
         self._scheduler = scheduler
         self._session: bytes | None = None
         """Of the request that is ending."""
         self._hit: tuple[list[Any], int] | None = None
-        """Hashes of a request that goes on after a hit of so many tokens: boundaries before it may
-        be released, without any wish."""
+        """Hashes of a request, and the tokens of its hit. While it goes on from there, boundaries
+        before that hit may be released without a wish."""
         self._may_wish = True
         """Whether the request that is ending may release anything."""
         self._gone_on: dict[bytes, list[Request]] = {}
@@ -178,7 +180,7 @@ class Releases:
         return len(self._left | self._read_at.keys()) > self._scheduler.tier.max_contents
 
     def _read_by(self, hashes: list[Any], num_tokens: int) -> list[BlockHashWithGroupId]:
-        """Keys of the windows and states that a hit of so many tokens reads."""
+        """Keys of the windows and states that a hit of ``num_tokens`` tokens reads."""
         groups = self._scheduler.groups
         return [
             key
@@ -195,6 +197,7 @@ class Releases:
         keys = list(keys)
         if self._hit is not None:
             self._check_superseded(keys, *self._hit)
+            self.num_superseded += len(keys)
             release(keys)
             return
         assert not keys or self._may_wish, "a request without that wish has released blocks"

@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
 
@@ -19,8 +19,9 @@ class Boundary:
     """Where a hit may end."""
 
     num_tokens: int
+    """Length of the prefix."""
     last: BlockHash
-    """Of the prefix of so many tokens."""
+    """The prefix's last hash."""
     keys: Sequence[BlockHashWithGroupId]
     """Of the windows and states that such a hit reads."""
     earlier: list["Boundary"] = field(default_factory=list)
@@ -29,19 +30,20 @@ class Boundary:
     """The ends of the last request that has ended here."""
     num_hits: int = 0
     """Conversations that have gone on from here."""
-    ended: tuple[int, int] = (0, 0)
-    """Of the last request that has ended here: where it ended, in tokens, and a hash of its tokens
-    from here on. One that has these tokens continues its conversation."""
-    gone_on: tuple[int, int] = (0, 0)
-    """The same of the last one that has gone on from here and ended."""
+    ended: "_End | None" = None
+    """The end of the last request that has ended here."""
+    gone_on: "_End | None" = None
+    """The end of the last request that has gone on from here."""
 
-    def num_continued(self, request: "Request", end: tuple[int, int]) -> int:
-        """Tokens of the conversation with this ``end``, if ``request`` continues it."""
-        return end[0] if end == self.end_of(request, end[0]) else 0
 
-    def end_of(self, request: "Request", num_tokens: int) -> tuple[int, int]:
-        """The end of a request's first ``num_tokens`` tokens."""
-        return num_tokens, hash(tuple(request.all_token_ids[self.num_tokens : num_tokens]))
+class _End(NamedTuple):
+    """All tokens of a request. A request that begins with them continues its conversation."""
+
+    num_tokens: int
+    last: BlockHash | None
+    """The hash of its last whole hash block."""
+    tail: int
+    """A hash of the tokens behind that block."""
 
 
 class Boundaries:
@@ -61,8 +63,8 @@ class Boundaries:
 
     def hit(self, request: "Request", num_tokens: int) -> list[Boundary]:
         """A request goes on after a hit of ``num_tokens`` tokens. Releases the boundaries before
-        that, but for those that no request has left. Returns it, behind earlier ends of the request
-        that has left it."""
+        this one, except those at which no request has ended. Returns the earlier ends of the
+        request that has ended here, and this boundary last."""
         keys = [
             key
             for group in self._groups.ids
@@ -77,7 +79,7 @@ class Boundaries:
         if not keys:
             return []
         boundary = self._note(request, num_tokens, keys)
-        boundary.num_hits += not boundary.num_continued(request, boundary.gone_on)
+        boundary.num_hits += not self._num_continued(request, boundary.gone_on)
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
                 self._tier.release(self._forget(each))
@@ -92,7 +94,7 @@ class Boundaries:
         if boundary is None:
             return 0
         ends = (boundary.ended, boundary.gone_on)
-        return max(boundary.num_continued(request, end) for end in ends)
+        return max(self._num_continued(request, end) for end in ends)
 
     def add(
         self,
@@ -104,13 +106,29 @@ class Boundaries:
         of a later hit, the keys of windows and states that it reads."""
         left = [self._note(request, num_tokens, keys) for num_tokens, keys in ends.items()]
         before = [each for each in earlier if each not in left]
+        end = self._end(request, request.num_tokens)
         for boundary in left:
-            boundary.earlier, boundary.beside = before, left
-            boundary.ended = boundary.end_of(request, request.num_tokens)
+            boundary.earlier, boundary.beside, boundary.ended = before, left, end
         if earlier:
-            earlier[-1].gone_on = earlier[-1].end_of(request, request.num_tokens)
+            earlier[-1].gone_on = end
         while len(self._num_needing) > self._tier.max_contents:
             self._forget(next(iter(self._at.values())))
+
+    def _num_continued(self, request: "Request", end: _End | None) -> int:
+        """Tokens of the conversation with this ``end``, if ``request`` continues it."""
+        if end is None or end != self._end(request, end.num_tokens):
+            return 0
+        return end.num_tokens
+
+    def _end(self, request: "Request", num_tokens: int) -> _End:
+        """The end of a request's first ``num_tokens`` tokens. vLLM asks for a waiting request in
+        each step, so that this reads no more than a hash block."""
+        size = self._groups.hash_block_size
+        count = min(num_tokens // size, len(request.block_hashes))
+        tail = request.all_token_ids[count * size : num_tokens]
+        return _End(
+            num_tokens, request.block_hashes[count - 1] if count else None, hash(tuple(tail))
+        )
 
     def _note(
         self,

@@ -120,5 +120,5 @@ class Reuse:
 
 
 def _exceeds(num_hits: int, expected: float) -> bool:
-    """Whether so many hits are surely more than expected."""
+    """Whether ``num_hits`` is above ``expected`` beyond chance."""
     return num_hits >= MIN_HITS and num_hits - NUM_DEVIATIONS * sqrt(num_hits) > expected

@@ -314,7 +314,7 @@ INNER_HITS = engine(
 """States, and hits that may end inside a block."""
 
 BOUNDARIES = Situation(PLAIN | {"windows": (0, 8)}, changes=_ROOM | _EAGER | _BUSY)
-"""Windows, of which earlier requests have left some."""
+"""Requests leave windows at their ends, and others go on from there."""
 
 CHAINED_WINDOWS = Situation(
     PLAIN
