@@ -43,8 +43,8 @@ class History:
             self._enter()
 
     def knows(self, keys: Sequence[bytes]) -> bool:
-        """Whether there may be a reason for one of a few keys. ``find`` compares whole entries: other
-        bytes of a bucket can look like a tag."""
+        """Whether there may be a reason for one of a few keys: by chance, other bytes of a bucket
+        look like a tag."""
         if not self._recent.keys().isdisjoint(keys):
             return True
         if not self._has_entered:
