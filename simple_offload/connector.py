@@ -195,6 +195,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler is not None and self.scheduler.has_pending_block_frees()
 
     def reset_cache(self) -> bool | None:
+        """vLLM's sleep resets the caches before it takes device memory away. Older than 0.33, it
+        tells no rank (``unregister_kv_caches``). A server has waited for stores by then. An engine
+        in the caller's process has not: here, its rank waits for them."""
+        if self._vllm_config.model_config.enable_sleep_mode and has_kv_transfer_group():
+            rank = get_kv_transfer_group()
+            if isinstance(rank, SimpleCPUOffloadConnector):
+                rank.unregister_kv_caches()
         return self.scheduler.reset_cache() if self.scheduler is not None else True
 
     # Worker side

@@ -1,7 +1,7 @@
 """Generates parts of the documentation: ``python -m tools.docs``.
 
-Rewrites the configuration table in README.md from OffloadConfig, the table of invariants in
-docs/coverage.md from the marks of tests, and docs/results.svg from the figures in
+Rewrites the configuration table in docs/configuration.md from OffloadConfig, the table of
+invariants in docs/coverage.md from the marks of tests, and docs/results.svg from the figures in
 docs/measurements.md. Tests fail where one of them is not what this would write.
 """
 
@@ -22,6 +22,7 @@ from simple_offload.config import GIB, OffloadConfig, SecondTierConfig, parse_me
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 COVERAGE = ROOT / "docs" / "coverage.md"
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
@@ -60,7 +61,7 @@ def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
     if annotation is SecondTierConfig:
-        return "an object: [second tier](docs/second-tier.md)"
+        return "an object: [second tier](second-tier.md)"
     if annotation is bool:
         return "`true`, `false`"
     if _is_size(metadata):
@@ -126,7 +127,7 @@ def _marked_tests(module: ast.Module) -> Iterator[tuple[str, str]]:
 def pages_with_tables() -> dict[Path, str]:
     """Page -> its text with an up-to-date table."""
     return {
-        README: _with_table(README, "configuration", config_table()),
+        CONFIGURATION: _with_table(CONFIGURATION, "configuration", config_table()),
         COVERAGE: _with_table(COVERAGE, "invariants", invariant_table()),
     }
 

@@ -31,15 +31,16 @@ _PARTS = {0.25: "A quarter", 0.5: "Half"}
 _MULTIPLES = {2.0: "twice", 4.0: "four times", 8.0: "eight times"}
 
 
-def advise(now: Scrape) -> str:
-    """The most valuable advice about all prompts since the server's start: faults first, then what
-    finds the most tokens, then what saves memory."""
-    sources = now.by("source", PROMPT_TOKENS)
-    missed = now.by("reason", f"{PREFIX}missed_tokens_total")
-    prompts = sum(sources.values())
+def advise(now: Scrape, lately: Scrape | None = None) -> str:
+    """The most valuable advice about the prompts of ``lately``, or all since the server's start:
+    faults first, then what finds the most tokens, then what saves memory."""
     failures = now.by("reason", f"{PREFIX}failed_transfers_total")
     if failures.get("thread_died", 0) + failures.get("switched_off", 0):
         return "A copy thread has died, and the host tier is switched off: restart the server."
+    now = lately or now
+    sources = now.by("source", PROMPT_TOKENS)
+    missed = now.by("reason", f"{PREFIX}missed_tokens_total")
+    prompts = sum(sources.values())
     if not now.total(f"{PREFIX}capacity_blocks"):
         return "The host tier is not open yet."
     if not prompts:

@@ -5,13 +5,14 @@ import importlib.util
 import json
 import os
 import platform
+import re
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from simple_offload import __version__
+from simple_offload import __version__, memory
 from simple_offload.cli.arguments import Parser
 from simple_offload.cli.checks import Check, Status, error, ok, warning
 from simple_offload.cli.console import make_console
@@ -38,6 +39,9 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ASCEND_RT_VISIBLE_DEVICES",
 )
+_DRIVER = "proc/driver/nvidia/version"
+_FAULTY_DRIVER = "580.159."
+"""Its cuMemcpyBatchAsync copies wrong bytes: docs/measurements.md."""
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "bold red"}
 
 
@@ -95,6 +99,7 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
         *_check_torch(found),
         _check_vllm(found),
         _check_device(found),
+        *_check_driver(),
         *config_checks,
         *_check_backend(found),
         check_memory(wanted),
@@ -163,6 +168,24 @@ def _check_device(found: Found) -> Check:
     if found.values.get("vllm", {}).get("platform") == "cuda":
         return error("device", "none is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return ok("device", "no accelerator: the device cache is in host memory too (for trials)")
+
+
+def _check_driver() -> list[Check]:
+    """Whether this NVIDIA driver has the fault of examples/driver_check.py. Empty without one."""
+    try:
+        text = (memory.ROOT / _DRIVER).read_text(errors="replace")
+    except OSError:
+        return []
+    match = re.search(r"^NVRM version:.*? (\d+(?:\.\d+)+) ", text)
+    version = match[1] if match else "version unknown"
+    found = "whether its cuMemcpyBatchAsync copies right: python3 -m examples.driver_check"
+    if version.startswith(_FAULTY_DRIVER):
+        found = (
+            "its cuMemcpyBatchAsync may copy wrong bytes where a larger descriptor follows a "
+            "smaller one (python3 -m examples.driver_check shows it). Copies here are right: "
+            "descriptors are sorted by size. Other programs may be affected"
+        )
+    return [ok("driver", f"{version}; {found}")]
 
 
 def _check_backend(found: Found) -> list[Check]:

@@ -31,6 +31,8 @@ class View:
     """What was counted since the scrape before. None at first, and after the server's restart."""
     seconds: float = 0.0
     """How long that was."""
+    hour: Scrape | None = None
+    """What was counted in the last hour. None before an hour has passed."""
     problem: str = ""
     """Why the server does not answer any more; empty if it does."""
 
@@ -60,7 +62,10 @@ def page(view: View) -> RenderableType:
         tiers.add_row(Text(name, style="bold"), text)
     return Group(
         Text(_headline(view), style="bold"),
-        Text(view.problem or f"▶ {advise(view.now)}", style="red" if view.problem else "yellow"),
+        Text(
+            view.problem or f"▶ {advise(view.now, view.hour)}",
+            style="red" if view.problem else "yellow",
+        ),
         tiers,
         "",
         Columns([Group(prompts, "", missed), Group(curve, "", speeds)], padding=(0, 2)),
@@ -73,7 +78,7 @@ def lines(view: View) -> Iterator[str]:
     if view.problem:
         yield view.problem
         return
-    yield f"advice: {advise(view.now)}"
+    yield f"advice: {advise(view.now, view.hour)}"
     for name, text in _tiers(view):
         yield f"{name.lower()}: {text}"
     for section in _sections(view):

@@ -4,7 +4,8 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from simple_offload.cli.screen import View, lines, page
 
 NO_SERVER = 1
 _SHORTEST, _LONGEST = 0.1, 86_400.0
+_MINUTE, _HOUR = 60.0, 3600.0
 
 
 def add_arguments(parser: Parser) -> None:
@@ -79,10 +81,14 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     console.print(page(view))
 
 
-def follow(url: str, interval: float) -> Iterator[View]:
-    """A view each ``interval`` seconds. The first raises ScrapeError if the scrape fails."""
-    now, taken = scrape(url), time.monotonic()
+def follow(
+    url: str, interval: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[View]:
+    """A view each ``interval`` seconds; ``clock`` counts seconds. The first raises ScrapeError if
+    the scrape fails."""
+    now, taken = scrape(url), clock()
     view = View(url, now)
+    marks = deque([(taken, now)])  # at most one a minute
     while True:
         yield view
         time.sleep(interval)  # a signal ends it
@@ -91,8 +97,16 @@ def follow(url: str, interval: float) -> Iterator[View]:
         except ScrapeError as problem:
             view = replace(view, problem=str(problem))
             continue
-        before, taken = taken, time.monotonic()
-        view = View(url, now, now.since(view.now), taken - before)
+        before, taken = taken, clock()
+        recent = now.since(view.now)
+        if recent is None:
+            marks.clear()
+        if not marks or taken - marks[-1][0] >= _MINUTE:
+            marks.append((taken, now))
+        while len(marks) > 1 and taken - marks[1][0] >= _HOUR:
+            marks.popleft()
+        hour = now.since(marks[0][1]) if taken - marks[0][0] >= _HOUR else None
+        view = View(url, now, recent, taken - before, hour)
 
 
 def _interval(text: str) -> float:

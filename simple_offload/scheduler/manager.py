@@ -61,8 +61,8 @@ class OffloadScheduler:
         self._gate, self._hazards, self._records = setup.gate, setup.hazards, setup.records
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
-        """Learn how much memory the ranks have. vLLM calls this once, when every rank has
-        registered its KV caches and before any request. Beside another connector
+        """Learn how much memory the ranks have. vLLM calls this when every rank has registered its
+        KV caches and before any request, and vLLM 0.33 after each sleep. Beside another connector
         (MultiConnector) it does not: then the ranks' first reports contain the same."""
         self._on_capacities({capacity.rank: capacity for capacity in capacities})
 

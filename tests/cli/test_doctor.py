@@ -99,6 +99,31 @@ def test_devices_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kernel_module", "found"),
+    [
+        ("x86_64 Kernel Module  580.159.04  Release Build", "580.159.04; its cuMemcpyBatchAsync"),
+        ("Open Kernel Module for x86_64  580.15.2  Release", "580.15.2; whether"),
+        ("Kernel Module for aarch64  595.71  Release", "595.71; whether"),
+        ("Kernel Module", "version unknown; whether"),
+    ],
+)
+def test_the_fault_of_a_driver(
+    kernel_module: str, found: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies wrong bytes with descriptors whose sizes grow; this connector sorts them."""
+    assert "driver" not in checks_of(monkeypatch, ON_CPU)
+    version = (
+        f"NVRM version: NVIDIA UNIX {kernel_module}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n"
+    )
+    machine.write("/proc/driver/nvidia/version", version)
+    check = checks_of(monkeypatch, ON_CPU)["driver"]
+    assert check.status is Status.OK
+    assert check.found.startswith(found)
+    assert "python3 -m examples.driver_check" in check.found
+    assert ("descriptors are sorted by size" in check.found) == ("159" in found)
+
+
+@pytest.mark.parametrize(
     ("step", "error", "name", "advice"),
     [
         ("supported", "RuntimeError: this is vLLM 0.29.0", "vLLM", "this is vLLM 0.29.0"),
