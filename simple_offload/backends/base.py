@@ -1,6 +1,6 @@
 """CopyBackend: the one seam between transfers and devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -43,14 +43,20 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the copy has ended. Raises the error if it failed."""
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
+    def remaining_seconds(self) -> float:
         """Expected time for the rest of the copy, by measured bandwidth, not counting earlier
-        copies. Infinite where the compute stream cannot wait for it. ``num_groups``: of its first
-        layer groups only, if it is copied by layer group."""
+        copies. Infinite where the compute stream cannot wait for it."""
 
-    def hold_compute(self, num_groups: int | None = None) -> None:
+    def hold_compute(self) -> None:
         """Make the compute stream wait for this copy before anything queued from now on. The
-        caller, on the engine's thread, does not wait. ``num_groups``: as above."""
+        caller, on the engine's thread, does not wait."""
+
+
+class PendingGroup(Pending, Protocol):
+    """The copy of a layer group."""
+
+    seconds: float
+    """Expected time of the whole group, by measured bandwidth."""
 
 
 class Measurement(NamedTuple):
@@ -128,8 +134,14 @@ class CopiesByLayer(Protocol):
     own."""
 
     def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
-        """Copy loads that overlap compute (``Transfer.overlaps``) by layer group, in this order.
-        All groups together are all bytes of all pages. Called once, before ``open``."""
+        """Note the layer groups, in the order of their copies. All together are all bytes of all
+        pages. Called once, before ``open``."""
+
+    def copy_by_layer(
+        self, transfer: Transfer, barrier: Barrier | None, *, quickly: bool
+    ) -> Iterator[PendingGroup]:
+        """As ``copy`` of a load, or as ``copy_quickly``. Yields each layer group's copy when the
+        device has accepted it: its compute may begin before the last group is accepted."""
 
     def mark_compute(self) -> ComputeMark:
         """A mark behind the compute queued so far. Called on the engine's thread."""

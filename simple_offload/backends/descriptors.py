@@ -27,36 +27,31 @@ class Regions(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[torch.Tensor]) -> "Regions":
-        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``. Raises ValueError as
-        ``from_chunks``."""
-        return cls.from_chunks([tensors])
-
-    @classmethod
-    def from_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
-        """Regions whose blocks come in chunks; each chunk has a tensor per region. Raises
-        ValueError where pages overlap or are not contiguous, where a region's chunks have different
-        strides, or where a chunk other than the last is smaller."""
-        strides = [max(tensor.stride(0), tensor.shape[1]) for tensor in chunks[0]]
-        for chunk in chunks:
-            for tensor, stride in zip(chunk, strides, strict=True):
-                if tensor.stride() != (stride, 1):
-                    raise ValueError(
-                        f"a region of shape {tuple(tensor.shape)} has strides {tensor.stride()}, "
-                        f"not {(stride, 1)}"
-                    )
-        lengths = [len(chunk[0]) if chunk else 0 for chunk in chunks]
-        if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
-            raise ValueError(f"chunks of {lengths} blocks: only the last may be smaller")
-        bases = [[tensor.data_ptr() for tensor in chunk] for chunk in chunks]
-        pages = [tensor.shape[1] for tensor in chunks[0]]
+        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``. Raises ValueError where
+        pages overlap or are not contiguous."""
+        strides = [max(tensor.stride(0), tensor.shape[1]) for tensor in tensors]
+        pages = [tensor.shape[1] for tensor in tensors]
+        num_blocks = len(tensors[0]) if tensors else 0
         return cls(
-            np.ascontiguousarray(np.array(bases, dtype=np.uint64).T),
+            _bases(tensors, strides),
             np.array(pages, dtype=np.uint64),
             np.array(strides, dtype=np.uint64),
-            max(lengths[0], 1),
-            sum(lengths),
+            max(num_blocks, 1),
+            num_blocks,
             is_dense=strides == pages,
         )
+
+    def with_chunk(self, tensors: Sequence[torch.Tensor]) -> "Regions":
+        """With one more chunk behind the others, a tensor per region. Raises ValueError where its
+        strides differ, or where it is larger than the others or behind a smaller one."""
+        num_blocks = len(tensors[0]) if tensors else 0
+        if self.num_blocks % self.chunk_blocks or num_blocks > self.chunk_blocks:
+            raise ValueError(
+                f"a chunk of {num_blocks} blocks behind {self.num_blocks} in chunks of "
+                f"{self.chunk_blocks}: only the last may be smaller"
+            )
+        bases = np.concatenate((self.bases, _bases(tensors, self.strides.tolist())), axis=1)
+        return self._replace(bases=bases, num_blocks=self.num_blocks + num_blocks)
 
     @property
     def block_bytes(self) -> int:
@@ -75,6 +70,17 @@ class Regions(NamedTuple):
         if self.bases.shape[1] == 1:
             return self.bases + self.strides[:, None] * rows
         return self.bases[:, blocks // self.chunk_blocks] + self.strides[:, None] * rows
+
+
+def _bases(tensors: Sequence[torch.Tensor], strides: Sequence[int]) -> Addresses:
+    """Addresses of a chunk, ``[regions, 1]``."""
+    for tensor, stride in zip(tensors, strides, strict=True):
+        if tensor.stride() != (stride, 1):
+            raise ValueError(
+                f"a region of shape {tuple(tensor.shape)} has strides {tensor.stride()}, "
+                f"not {(stride, 1)}"
+            )
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)[:, None]
 
 
 class Descriptors(NamedTuple):

@@ -14,7 +14,7 @@ from simple_offload.logs import get_logger
 logger = get_logger(__name__)
 
 _TOUCH_THREADS = 8
-_TOUCH_BYTES = 32 << 20
+_TOUCH_BYTES = 8 << 20
 """Bytes that one thread clears at a time; a multiple of every page size."""
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
 _PREFERRED = 1  # MPOL_PREFERRED: another node if this one is full

@@ -3,19 +3,21 @@
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from simple_offload.backends.base import (
     Barrier,
+    CopiesByLayer,
     CopyBackend,
     Direction,
     Measured,
     Measurement,
     Pending,
+    PendingGroup,
     QuickToSubmit,
 )
 from simple_offload.logs import get_logger
@@ -24,6 +26,7 @@ from simple_offload.transfer import Transfer
 logger = get_logger(__name__)
 
 _JOIN_SECONDS = 60.0
+_UNMEASURED = Measurement(None, {})
 _SWITCH_SECONDS = 1e-3
 """How long a thread waits for Python's interpreter lock before it asks the holder to release it.
 vLLM's thread that takes in requests holds the lock for a millisecond a prompt. The thread that runs
@@ -81,24 +84,32 @@ class LaneBroken(RuntimeError):
     """The transfer was submitted after the death of its copy thread."""
 
 
-class _Job(NamedTuple):
-    transfer: Transfer
-    barrier: Barrier | None
-    submitted_at: float
-
-
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A transfer that the backend has accepted, or that has failed."""
+    """A transfer on its way to the device, or on it."""
 
     transfer: Transfer
-    pending: Pending | None
-    """None when the copy has ended."""
-    error: BaseException | None = None
-    submitted_at: float = 0.0
+    barrier: Barrier | None
+    num_groups: int
+    """Layer groups that are copied one after another."""
+    submitted_at: float
     began_at: float = 0.0
     """When a thread called the backend."""
+    groups: list[Pending] = field(default_factory=list)
+    """Those that the backend has accepted and that have not ended."""
+    is_accepted: bool = False
+    """The backend has accepted all of it, or it has failed."""
+    error: BaseException | None = None
     stats: CopyStats | None = None
+
+    def remaining_seconds(self) -> tuple[float, float]:
+        """Expected time until the first layer group has been copied, and all of them. The first
+        has been accepted."""
+        known = [group.remaining_seconds() for group in self.groups]
+        num_missing = self.num_groups - len(known)
+        # They are about as large as those that are known.
+        missing = num_missing * cast(PendingGroup, self.groups[-1]).seconds if num_missing else 0.0
+        return known[0], sum(known) + missing
 
     def on_end(self) -> None:
         """Note when the copy ended. Later calls change nothing."""
@@ -111,16 +122,28 @@ class _Copy:
             self.stats = CopyStats(seconds, wait_seconds, num_bytes)
 
     def _measure(self) -> Measurement:
-        pending: object = self.pending
+        total, num_bytes = 0.0, Counter[str]()
         try:
-            return pending.measure() if isinstance(pending, Measured) else Measurement(None, {})
+            for group in self.groups:
+                measured = group.measure() if isinstance(group, Measured) else _UNMEASURED
+                num_bytes.update(measured.num_bytes)
+                if measured.seconds is None:
+                    return Measurement(None, num_bytes)
+                total += measured.seconds
         except Exception:
             # Every byte has arrived: without a measurement the copy is still complete.
             logger.exception("A copy cannot be measured")
-            return Measurement(None, {})
+            return _UNMEASURED
+        return Measurement(total if self.groups else None, num_bytes)
 
 
-_CopyFunction = Callable[[Direction, Transfer, Barrier | None], Pending | None]
+class _Progress(NamedTuple):
+    """News of a copy, from the thread that submits it."""
+
+    copy: _Copy
+    group: Pending | None
+    """One that the backend has accepted; None if there are no more."""
+    error: BaseException | None = None
 
 
 class CopyLane:
@@ -140,19 +163,23 @@ class CopyLane:
     good: the transfers that the thread left behind fail, and so do all later ones.
     """
 
-    def __init__(self, backend: CopyBackend, direction: Direction) -> None:
+    def __init__(self, backend: CopyBackend, direction: Direction, num_groups: int = 1) -> None:
+        """``num_groups``: layer groups of transfers that overlap compute. More than one only where
+        the backend ``CopiesByLayer``."""
         self.direction = direction
         self.is_broken = False
         """The thread has died. Every later transfer fails."""
         self._backend = backend
         self._quick_to_submit = backend if isinstance(backend, QuickToSubmit) else None
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._submitted: SimpleQueue[_Copy] = SimpleQueue()
+        self._num_groups = num_groups
+        self._jobs: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._progress: SimpleQueue[_Progress] = SimpleQueue()
         """From the thread to its caller."""
         self._under_way: deque[_Copy] = deque()
-        """In order of submission, which is the order in which the device copies."""
+        """In order of submission, which is the order in which the device copies. The device may
+        have accepted only a part of the last one."""
         self._num_queued = 0
-        """Transfers given to the thread and not yet in ``_under_way``."""
+        """Transfers that the thread has not submitted whole."""
         self._is_closed = False
         self._thread = threading.Thread(
             target=self._run, name=f"simple-offload-{direction.value}", daemon=True
@@ -174,15 +201,21 @@ class CopyLane:
         Raises RuntimeError once the lane is closed."""
         if self._is_closed:
             raise RuntimeError(f"the {self.direction.value} lane is closed")
-        job = _Job(transfer, barrier, time.monotonic())
+        num_groups = self._num_groups if transfer.overlaps else 1
+        copy = _Copy(transfer, barrier, num_groups, time.monotonic())
         if self.is_broken:
-            self._under_way.append(_Copy(transfer, None, LaneBroken(self.direction.value)))
+            self._add(copy, LaneBroken(self.direction.value))
         elif (quick := self._quick_to_submit) is not None and (
             self._is_idle and quick.is_quick(self.direction, transfer)
         ):
-            self._under_way.append(self._start_copy(job, quick.copy_quickly))
+            error = None
+            try:
+                copy.groups.extend(self._submit(copy, quickly=True))
+            except Exception as failure:  # noqa: BLE001 - a failed transfer
+                error = failure
+            self._add(copy, error)
         else:
-            self._jobs.put(job)
+            self._jobs.put(copy)
             self._num_queued += 1
 
     def poll(self) -> list[Completion]:
@@ -191,10 +224,10 @@ class CopyLane:
         if self._is_idle:
             return completions
         self._collect()
-        while self._under_way:
+        while self._under_way and self._under_way[0].is_accepted:
             first = self._under_way[0]
             try:
-                if first.error is None and first.pending and not first.pending.done():
+                if first.error is None and not all(group.done() for group in first.groups):
                     break
                 first.on_end()
             except Exception as failure:  # noqa: BLE001 - any error is a failed transfer
@@ -207,13 +240,13 @@ class CopyLane:
         self, seconds: float, hidden_seconds: Callable[[Transfer], float]
     ) -> list[Transfer]:
         """Transfers on the device, without error, that the last ``poll`` did not return, and whose
-        first layer group should end within ``seconds``, the last one ``hidden_seconds`` later.
-        Never waits."""
+        first layer group should end within ``seconds``, the last one ``hidden_seconds`` later. The
+        device may not have accepted the last one yet. Never waits."""
         nearly = []
         for copy in self._under_way:
-            if copy.pending is None or copy.error is not None:
+            if not copy.groups or copy.error is not None:
                 continue
-            first, all_groups = (copy.pending.remaining_seconds(groups) for groups in (1, None))
+            first, all_groups = copy.remaining_seconds()
             if first > seconds or all_groups > seconds + hidden_seconds(copy.transfer):
                 break
             nearly.append(copy.transfer)
@@ -222,33 +255,38 @@ class CopyLane:
 
     def hold_compute(self, transfer_ids: Collection[int], num_groups: int | None = None) -> None:
         """Make compute that is queued from now on wait, on the device, for those of the
-        transfers that are under way, or for their first ``num_groups`` layer groups."""
-        for copy in self._under_way:
-            if copy.transfer.id in transfer_ids and copy.pending is not None:
-                copy.pending.hold_compute(num_groups)
+        transfers that are under way, or for their first ``num_groups`` layer groups. The caller
+        waits until the device has accepted these."""
+        for copy in list(self._under_way):
+            if copy.transfer.id in transfer_ids:
+                wanted = min(num_groups or copy.num_groups, copy.num_groups)
+                while len(copy.groups) < wanted and not copy.is_accepted:
+                    self._note(self._progress.get())
+                for group in copy.groups[:wanted][-1:]:
+                    group.hold_compute()  # groups are copied in order
 
     def num_divided_blocks(self, transfer_ids: Collection[int]) -> int:
         """Device blocks of those of the transfers that are under way by layer group."""
-        transfers = (copy.transfer for copy in self._under_way if copy.transfer.overlaps)
+        transfers = (copy.transfer for copy in self._under_way if copy.num_groups > 1)
         return sum(len(each.device_blocks) for each in transfers if each.id in transfer_ids)
 
     def flush(self) -> None:
         """Wait until every submitted transfer is on the device, or has failed. Copies may still
         be under way."""
         while self._num_queued > 0:
-            self._add(self._submitted.get())
+            self._note(self._progress.get())
 
     def drain(self) -> None:
         """Wait until every submitted transfer has ended; ``poll`` still returns them."""
         self.flush()
         for copy in self._under_way:
             try:
-                if copy.pending is not None:
-                    copy.pending.wait()
-                    copy.on_end()
+                for group in copy.groups:
+                    group.wait()
+                copy.on_end()
             except Exception as failure:  # noqa: BLE001 - any error is a failed transfer
                 copy.error = failure
-            copy.pending = None
+            copy.groups.clear()
 
     def close(self) -> None:
         """Wait until every submitted transfer has ended, and join the thread; ``poll`` still
@@ -271,15 +309,29 @@ class CopyLane:
             self.drain()
 
     def _collect(self) -> None:
-        """Add the copies that the thread has submitted. Never waits."""
-        while not self._submitted.empty():
-            self._add(self._submitted.get())
+        """Note what the thread has submitted. Never waits."""
+        while not self._progress.empty():
+            self._note(self._progress.get())
 
-    def _add(self, copy: _Copy) -> None:
+    def _note(self, progress: _Progress) -> None:
+        copy = progress.copy
+        if progress.group is not None:
+            copy.groups.append(progress.group)
+            if len(copy.groups) == 1:
+                self._under_way.append(copy)
+            return
         self._num_queued -= 1
-        self._under_way.append(copy)
+        if copy.groups:
+            copy.is_accepted, copy.error = True, progress.error
+        else:
+            self._add(copy, progress.error)
         if not isinstance(copy.error, Exception | None):
             self._on_death()
+
+    def _add(self, copy: _Copy, error: BaseException | None) -> None:
+        """Add a copy that the backend has accepted, or that has failed."""
+        copy.is_accepted, copy.error = True, error
+        self._under_way.append(copy)
 
     def _on_death(self) -> None:
         """Break the lane, and fail the transfers that the thread left behind."""
@@ -287,34 +339,37 @@ class CopyLane:
         logger.error("The %s thread has died: no more copies", self.direction.value)
         error = CopyThreadDied(f"the {self.direction.value} thread has died")
         while not self._jobs.empty():
-            if (job := self._jobs.get()) is not None:
+            if (copy := self._jobs.get()) is not None:
                 self._num_queued -= 1
-                self._under_way.append(_Copy(job.transfer, None, error))
+                self._add(copy, error)
 
     def _run(self) -> None:
-        """The thread. It hands over every transfer it takes, so that none is lost."""
+        """The thread. It reports every transfer it takes, so that none is lost."""
         has_entered = False
-        while (job := self._jobs.get()) is not None:
+        while (copy := self._jobs.get()) is not None:
+            error: BaseException | None = None
             try:
                 if not has_entered:
                     self._backend.enter_thread(self.direction)
                     has_entered = True
-                copy = self._start_copy(job, self._backend.copy)
-            except Exception as error:  # noqa: BLE001 - a failed transfer; the thread goes on
-                copy = _Copy(job.transfer, None, error)
-            except BaseException as error:  # noqa: BLE001 - a failed transfer, and the last one
-                self._submitted.put(_Copy(job.transfer, None, error))
+                for group in self._submit(copy, quickly=False):
+                    self._progress.put(_Progress(copy, group))
+            except BaseException as failure:  # noqa: BLE001 - a failed transfer
+                error = failure
+            self._progress.put(_Progress(copy, None, error))
+            if not isinstance(error, Exception | None):
                 return
-            self._submitted.put(copy)
 
-    def _start_copy(self, job: _Job, start: _CopyFunction) -> _Copy:
-        """Have the backend copy, on the calling thread."""
-        began_at = time.monotonic()
-        try:
-            pending = start(self.direction, job.transfer, job.barrier)
-            copy = _Copy(job.transfer, pending, None, job.submitted_at, began_at)
-            if pending is None:
-                copy.on_end()
-        except Exception as error:  # noqa: BLE001 - a failed transfer; the thread goes on
-            return _Copy(job.transfer, None, error)
-        return copy
+    def _submit(self, copy: _Copy, *, quickly: bool) -> Iterator[Pending]:
+        """Have the backend copy, on the calling thread. Yields what it has accepted."""
+        copy.began_at = time.monotonic()
+        backend, transfer = self._backend, copy.transfer
+        if copy.num_groups > 1:
+            by_layer = cast(CopiesByLayer, backend)
+            yield from by_layer.copy_by_layer(transfer, copy.barrier, quickly=quickly)
+            return
+        start = cast(QuickToSubmit, backend).copy_quickly if quickly else backend.copy
+        if (pending := start(self.direction, transfer, copy.barrier)) is not None:
+            yield pending
+        else:
+            copy.on_end()

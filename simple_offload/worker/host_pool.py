@@ -16,6 +16,8 @@ logger = get_logger(__name__)
 
 _LOOK_SECONDS = 0.05
 """How often to look whether another process has put pages in place."""
+_MOST_CHUNKS = 1024
+"""The backend has an address for each region and chunk, and copies them all with each new one."""
 _ALIGNMENT = 2 << 20
 """Of chunks in shared memory: pinning one must not pin a page of the next. Rows are whole pages."""
 
@@ -50,7 +52,8 @@ class HostPool:
         self._page_bytes = page_bytes
         self._row = rank_pool.row
         self._block_bytes = self._row.num_bytes if self._row else sum(page_bytes)
-        per_chunk = backend.chunk_bytes // max(self._block_bytes, 1)
+        chunk_bytes = max(backend.chunk_bytes, num_blocks * self._block_bytes // _MOST_CHUNKS)
+        per_chunk = chunk_bytes // max(self._block_bytes, 1)
         self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
         self._rank_pool = rank_pool
         self._retry_seconds = retry_seconds

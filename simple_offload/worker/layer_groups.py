@@ -9,9 +9,9 @@ import torch
 
 from simple_offload.backends.base import PagePart
 
-NUM_GROUPS = 4
-"""With four, a load takes 0.6% longer at most, with eight 3% (docs/measurements.md, "Overlap of
-loads with compute")."""
+NUM_GROUPS = 8
+"""Behind the last byte of a load comes the compute of its last group. More groups have more
+descriptors (docs/measurements.md, "Engines with overlap_loads and without")."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,11 @@ class OffloadWorker:
             groups = self._divide(kv_caches, regions)
             self._prepare_host_pool(regions)
         self.host_pool.open()
-        self.lanes = {direction: CopyLane(self._backend, direction) for direction in Direction}
+        num_groups = len(groups.parts) if groups is not None else 1
+        self.lanes = {
+            Direction.LOAD: CopyLane(self._backend, Direction.LOAD, num_groups),
+            Direction.STORE: CopyLane(self._backend, Direction.STORE),
+        }
         if groups is not None:
             backend = cast(CopiesByLayer, self._backend)
             self._overlap = Overlap(groups, self.lanes[Direction.LOAD], backend, self._meter)
@@ -221,9 +225,9 @@ class OffloadWorker:
             self._note(Direction.LOAD, completion)
             if self._announcements.on_load_ended(completion.transfer.id):
                 if completion.error is not None:
-                    # The device broke while compute waited for the copy: only CUDA announces, and
-                    # an error in queued work breaks its context for good. The request may be
-                    # running, and vLLM handles the failure only of a request that waits
+                    # The device broke, or refused a later layer group: only CUDA announces, and an
+                    # error in queued work breaks its context for good. The request may be running,
+                    # and vLLM handles the failure only of a request that waits
                     # (_handle_failed_recving).
                     raise RuntimeError("a load failed after it was announced") from completion.error
                 continue

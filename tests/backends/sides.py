@@ -1,6 +1,7 @@
 """Sides: the memory on both sides of a backend's copies, and what a copy should do to it."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, cast
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from simple_offload.backends.base import Barrier, CopiesByLayer, CopyBackend, Direction, PagePart
+from simple_offload.backends.descriptors import Regions
 from simple_offload.transfer import Transfer
 
 Blocks = Sequence[int] | npt.NDArray[Any]
@@ -36,6 +38,15 @@ def make_regions(
     return [part[:, :page] for part, page in both], [part[:, page:] for part, page in both]
 
 
+def _transfer(device_blocks: Blocks, host_blocks: Blocks) -> Transfer:
+    return Transfer(0, np.array(device_blocks, np.int64), np.array(host_blocks, np.int64))
+
+
+def in_chunks(chunks: Sequence[Sequence[torch.Tensor]]) -> Regions:
+    """Regions in these chunks."""
+    return reduce(Regions.with_chunk, chunks[1:], Regions.from_tensors(chunks[0]))
+
+
 class Sides:
     """Regions of random bytes on both sides. The host's are in chunks of ``chunk_blocks`` blocks.
 
@@ -57,8 +68,6 @@ class Sides:
         checked_on: str = "cpu",
     ) -> None:
         self.backend = backend
-        self.num_new_tokens = 0
-        """Of the requests of all loads."""
         self._checked_on = checked_on
         self._noise = torch.Generator(checked_on).manual_seed(0)
         self.device = [self._random(num_blocks, page).to(device) for page in pages]
@@ -112,9 +121,15 @@ class Sides:
         barrier: Barrier | None = None,
     ) -> Any:
         """Submit a copy. Returns the backend's answer."""
-        device, host = (np.array(side, np.int64) for side in (device_blocks, host_blocks))
-        transfer = Transfer(0, device, host, num_new_tokens=self.num_new_tokens)
+        transfer = _transfer(device_blocks, host_blocks)
         return self.backend.copy(direction, transfer, barrier)
+
+    def load_by_layer(
+        self, device_blocks: Blocks, host_blocks: Blocks, *, barrier: Barrier | None = None
+    ) -> list[Any]:
+        """Submit a load. Returns the backend's layer groups."""
+        backend, transfer = cast(CopiesByLayer, self.backend), _transfer(device_blocks, host_blocks)
+        return list(backend.copy_by_layer(transfer, barrier, quickly=False))
 
     def expected(
         self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks

@@ -176,21 +176,20 @@ def halves(*pages: int) -> list[list[PagePart]]:
 @pytest.mark.parametrize("page", [4 << 10, 256 << 10])
 @pytest.mark.parametrize("gap", [None, 16])
 def test_loads_by_layer_group(backend: CudaBackend, page: int, gap: int | None, cut: bool) -> None:
-    """All bytes come, whether pages are cut or groups have whole pages. Stores, and loads of
-    requests with one new token, are not divided."""
+    """All bytes come, whether pages are cut or groups have whole pages."""
     pages = page, page
     whole = [[PagePart(0, 0, page)], [PagePart(1, 0, page)]]
     groups = halves(*pages) if cut else whole
     sides = make_sides(backend, 1000, pages, num_chunks=7, gap=gap, groups=groups)
     blocks = np.arange(100, 900)
-    for sides.num_new_tokens in (1, 2):
+    for pair in ((blocks, blocks + 50), scattered(1000, 400)):
+        expected = sides.expected(Direction.LOAD, *pair)
+        found = sides.load_by_layer(*pair, barrier=backend.barrier())
+        assert len(found) == len(groups)
+        found[-1].wait()
+        sides.check(expected)
         for direction in Direction:
-            num_groups = (
-                len(groups) if (sides.num_new_tokens, direction.value) == (2, "load") else 1
-            )
-            for pair in ((blocks, blocks + 50), scattered(1000, 400)):
-                pending = sides.copy_and_check(direction, *pair)
-                assert len(pending.group_ends) == num_groups
+            sides.copy_and_check(direction, *pair)
 
 
 @pytest.mark.proves("I3")
@@ -210,19 +209,18 @@ def test_compute_waits_for_the_layer_groups_that_it_reads(
 
     page = 1 << 20
     sides = make_sides(backend, 64, (page, page), groups=halves(page, page))
-    sides.num_new_tokens = 512
     blocks = np.arange(64)
     parts = [sides.device[part.region][:, part.start : part.stop] for (part,) in halves(page, page)]
     reads = [part.clone() for part in parts]  # loads what compute runs below
-    sides.copy(Direction.LOAD, blocks, blocks).wait()
+    sides.load_by_layer(blocks, blocks)[-1].wait()
     monkeypatch.setattr(queues, "submit", submit_late)
     for region in sides.device:
         region.fill_(1)
     sides.fill_host(9)
     torch.cuda.synchronize()
-    pending = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier())
-    if num_held:
-        pending.hold_compute(num_held)
+    groups = sides.load_by_layer(blocks, blocks, barrier=backend.barrier())
+    for group in groups[:num_held][-1:]:
+        group.hold_compute()
     for read, part in reversed(list(zip(reads, parts, strict=True))):
         read.copy_(part)
     torch.cuda.synchronize()
@@ -244,18 +242,21 @@ def test_the_remaining_time_of_layer_groups(backend: CudaBackend) -> None:
     page = 1 << 20
     sides = make_sides(backend, 256, (page, page), groups=halves(page, page))
     blocks = np.arange(256)
-    for sides.num_new_tokens in (512, 0):
-        sides.copy(Direction.LOAD, blocks, blocks).wait()  # kernels are compiled
+    for pending in (
+        *sides.load_by_layer(blocks, blocks),
+        sides.copy(Direction.LOAD, blocks, blocks),
+    ):
+        pending.wait()  # kernels are compiled
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * _BUSY)
     undivided = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier()).remaining_seconds()
-    sides.num_new_tokens = 512
-    pending = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier())
-    first, half, whole = (pending.remaining_seconds(count) for count in (1, 2, None))
-    assert 0 < first < 0.6 * half < 0.4 * whole
-    assert whole < 1.5 * undivided
-    pending.wait()
-    assert pending.remaining_seconds(1) == 0.0
+    groups = sides.load_by_layer(blocks, blocks, barrier=backend.barrier())
+    remaining = [group.remaining_seconds() for group in groups]
+    assert remaining == pytest.approx([group.seconds for group in groups])
+    assert max(remaining) < 1.5 * min(remaining)
+    assert undivided / 1.5 < sum(remaining) < 1.5 * undivided
+    groups[-1].wait()
+    assert groups[0].remaining_seconds() <= groups[0].seconds
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -16,6 +16,9 @@ from simple_offload.backends.cuda import dma
 from simple_offload.backends.cuda.dma import CudaCopyError
 from simple_offload.backends.descriptors import Descriptors
 
+IN_STREAM_ORDER, ANY_ORDER = 1, 3
+"""cuda.h: CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_SRC_ACCESS_ORDER_ANY."""
+
 
 class CUresult(IntEnum):
     CUDA_SUCCESS = 0
@@ -105,7 +108,7 @@ def test_one_call_for_all_descriptors(driver: Driver) -> None:
     submit(PLAN, Direction.LOAD, STREAM, False)
     submit(PLAN, Direction.STORE, STREAM, False)
     lists = ([100, 300, 500], [200, 400, 600], [16, 64, 32])
-    assert driver.calls == [(*lists, dma._ANY_ORDER), (*lists, dma._IN_STREAM_ORDER)]
+    assert driver.calls == [(*lists, ANY_ORDER), (*lists, IN_STREAM_ORDER)]
 
 
 @pytest.mark.parametrize("has_batch", [True, False])

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 
-from simple_offload.backends.descriptors import Regions
-from tests.backends.sides import make_regions
+from tests.backends.sides import in_chunks, make_regions
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernel's module, imported with Triton's interpreter on."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
+def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernel's module, imported once more."""
     spec = importlib.util.find_spec("simple_offload.backends.cuda.kernel")
     assert spec is not None
     assert spec.loader is not None
@@ -30,6 +28,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, spec.name, module)  # where Triton looks for globals
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernel's module with Triton's interpreter on."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    return import_kernels(monkeypatch)
 
 
 class Side:
@@ -44,7 +49,7 @@ class Side:
             return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
 
         self._chunks = [make_regions(allocate, count, pages, gap) for count in chunks]
-        self.regions = Regions.from_chunks([regions for regions, _ in self._chunks])
+        self.regions = in_chunks([regions for regions, _ in self._chunks])
 
     def blocks(self, region: int) -> torch.Tensor:
         """A copy of all pages of a region."""
@@ -103,9 +108,7 @@ def test_pages_of_all_pairs_and_nothing_else(
     assert all(map(torch.equal, destination.gaps(), between))
 
 
-def test_later_launches_use_the_compiled_kernel(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_launches_use_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later launches have the same arguments and run on the requested stream. Only this test checks
     the stream."""
     calls: dict[str, list[Any]] = {"first": [], "later": []}
@@ -123,7 +126,9 @@ def test_later_launches_use_the_compiled_kernel(
 
             return call
 
-    monkeypatch.setattr(kernels, "_copy_pages", Launcher("first", Launcher("later")))
+    first = Launcher("first", Launcher("later"))
+    monkeypatch.setattr(triton, "jit", lambda **_: lambda function: first)
+    kernels = import_kernels(monkeypatch)
     side = Side([9], (512, 2048), 1).regions
     regions = kernels.KernelRegions(side, side, CPU)
     pairs = regions.write_pairs(np.arange(9), np.arange(9)[::-1])

@@ -68,7 +68,7 @@ def make_backend(
     costs = CopyCosts(crossing, PathCost(2e-6, 3e-11), PathCost(1e-7, 3e-11), 1e-5)
     backend._costs = dict.fromkeys(Direction, costs)
     backend._copy_path = "auto"
-    backend._device_regions, backend._block_bytes = regions, regions.block_bytes
+    backend._block_bytes = regions.block_bytes
     backend._classes = classify_regions(regions, regions, None)
     backend._queues = queues = Queues()
     return backend, queues
@@ -82,21 +82,20 @@ def scattered(count: int) -> Transfer:
 
 
 @pytest.mark.parametrize(
-    ("page", "num_regions", "kernel", "most"),
+    ("page", "num_regions", "kernel", "few", "many"),
     [
-        (2 * MIB, 1, False, 1024),  # 2 GiB
-        (64 << 10, 64, True, 32),
-        (16 << 10, 64, False, 32),
-        (16 << 10, 64, True, 2048),  # 2 GiB again: the kernel takes thousands at once
+        (2 * MIB, 1, False, 512, 4096),  # 1 GiB, and 8
+        (64 << 10, 64, True, 8, 512),
+        (16 << 10, 64, True, 512, 16_384),  # the kernel takes thousands at once
     ],
 )
 def test_loads_of_few_descriptors_are_quick(
-    page: int, num_regions: int, kernel: bool, most: int
+    page: int, num_regions: int, kernel: bool, few: int, many: int
 ) -> None:
     """No request waits for a store."""
     backend, _ = make_backend(page, num_regions, kernel=kernel)
-    assert backend.is_quick(LOAD, scattered(most))
-    assert not backend.is_quick(LOAD, scattered(most + 1))
+    assert backend.is_quick(LOAD, scattered(few))
+    assert not backend.is_quick(LOAD, scattered(many))
     assert not backend.is_quick(STORE, scattered(1))
 
 

@@ -16,11 +16,10 @@ from simple_offload.backends.descriptors import (
     plan_copies,
 )
 from simple_offload.transfer import BlockIds
-from tests.backends.sides import make_regions
+from tests.backends.sides import in_chunks, make_regions
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
-_ORIGINS = (100_000, 500_000)
 Pairs = list[tuple[int, int]]
 """Source and destination blocks."""
 
@@ -32,32 +31,25 @@ class Side:
     ``gap``: as for ``make_regions``.
     """
 
-    def __init__(
-        self, origin: int, chunk_blocks: int = _NUM_BLOCKS, gap: int | None = None
-    ) -> None:
+    def __init__(self, chunk_blocks: int, gap: int | None) -> None:
         self.chunk_blocks, self.is_dense = chunk_blocks, gap is None
         self.where: dict[tuple[int, int], int] = {}
-        """By region and block, the address of the page: a naive model."""
-        bases: list[list[int]] = [[] for _ in _PAGES]
+        """By region and block, the address of the page."""
+        rest = torch.zeros(_NUM_BLOCKS * (sum(_PAGES) + 2 * (gap or 0)), dtype=torch.int8)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            nonlocal rest
+            memory, rest = rest[:num_bytes], rest[num_bytes:]
+            return memory
+
+        chunks = []
         for first in range(0, _NUM_BLOCKS, chunk_blocks):
-            blocks = range(first, min(first + chunk_blocks, _NUM_BLOCKS))
-            places = [(region, block) for region in range(len(_PAGES)) for block in blocks]
-            if gap is not None:
-                places.sort(key=lambda place: place[1])
-            for region, block in places:
-                self.where[region, block] = origin
-                origin += _PAGES[region] + (gap or 0)
-            for region, its_bases in enumerate(bases):
-                its_bases.append(self.where[region, first])
-        row = sum(_PAGES) + len(_PAGES) * (gap or 0)
-        self.regions = Regions(
-            bases=np.array(bases, np.uint64),
-            pages=np.array(_PAGES, np.uint64),
-            strides=np.array(_PAGES if gap is None else [row] * len(_PAGES), np.uint64),
-            chunk_blocks=chunk_blocks,
-            num_blocks=_NUM_BLOCKS,
-            is_dense=gap is None,
-        )
+            count = min(chunk_blocks, _NUM_BLOCKS - first)
+            chunks.append(make_regions(allocate, count, _PAGES, gap)[0])
+            for region, pages in enumerate(chunks[-1]):
+                for block, page in enumerate(pages, first):
+                    self.where[region, block] = page.data_ptr()
+        self.regions = in_chunks(chunks)
 
     def chunk_of(self, block: int) -> int:
         return block // self.chunk_blocks
@@ -105,7 +97,8 @@ def joins(before: tuple[int, int], after: tuple[int, int], sides: tuple[Side, Si
 def test_every_byte_of_every_pair_once_with_neighbours_merged(
     chunk_blocks: tuple[int, int], gaps: tuple[int | None, int | None], pairs: Pairs
 ) -> None:
-    source, destination = map(Side, _ORIGINS, chunk_blocks, gaps)
+    source, destination = map(Side, chunk_blocks, gaps)
+    assert source.regions.num_blocks == destination.regions.num_blocks == _NUM_BLOCKS
     plan = plan_copies(source.regions, destination.regions, *columns(pairs))
     assert copied_bytes(plan) == sorted(
         (destination.where[region, to] + offset, source.where[region, of] + offset)
@@ -159,28 +152,6 @@ def test_pieces_are_no_larger_than_need_be(
 # Where regions lie
 
 
-def tensors(num_blocks: int, *pages: int, gap: int | None = None) -> list[torch.Tensor]:
-    regions, _ = make_regions(
-        lambda size: torch.zeros(size, dtype=torch.int8), num_blocks, pages, gap
-    )
-    return regions
-
-
-@pytest.mark.parametrize(("gap", "strides"), [(None, [16, 8]), (0, [24, 24]), (5, [34, 34])])
-def test_regions_in_chunks(gap: int | None, strides: list[int]) -> None:
-    chunks = [tensors(count, 16, 8, gap=gap) for count in (3, 3, 2)]
-    for some, num_blocks in ((chunks, 8), (chunks[:1], 3)):
-        regions = Regions.from_chunks(some)
-        assert regions.pages.tolist() == [16, 8]
-        assert regions.strides.tolist() == strides
-        assert regions.is_dense is (gap is None)
-        assert (regions.chunk_blocks, regions.num_blocks) == (3, num_blocks)
-        assert regions.addresses(np.arange(num_blocks)).tolist() == [
-            [chunk[region][row].data_ptr() for chunk in some for row in range(len(chunk[region]))]
-            for region in range(2)
-        ]
-
-
 def test_no_regions() -> None:
     regions = Regions.from_tensors([])
     assert (regions.num_blocks, len(regions.pages)) == (0, 0)
@@ -189,6 +160,10 @@ def test_no_regions() -> None:
 
 
 MEMORY = torch.zeros((3, 32), dtype=torch.int8)
+
+
+def tensors(num_blocks: int, page: int) -> list[torch.Tensor]:
+    return [torch.zeros((num_blocks, page), dtype=torch.int8)]
 
 
 @pytest.mark.parametrize(
@@ -206,4 +181,4 @@ MEMORY = torch.zeros((3, 32), dtype=torch.int8)
 )
 def test_refused_chunks(chunks: list[list[torch.Tensor]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Regions.from_chunks(chunks)
+        in_chunks(chunks)

@@ -49,13 +49,6 @@ def test_a_block_outside_the_regions(
     sides.check(before)
 
 
-def test_all_host_memory_is_one_chunk() -> None:
-    """Host memory is not pinned here, so opening it in chunks would gain nothing."""
-    assert HostBackend.chunk_bytes > 2**60
-    with pytest.raises(AssertionError, match="there is one chunk"):
-        Sides(HostBackend(), [16], 2, chunk_blocks=1)
-
-
 def test_closing_frees_memory() -> None:
     backend = HostBackend()
     memory = [np.zeros((2, 16), dtype=np.int8) for _ in range(2)]

@@ -2,9 +2,7 @@
 
 import ctypes
 import mmap
-import multiprocessing
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from simple_offload.backends import host_memory
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
 from simple_offload.memory import MemoryShortageError
 from tests.conftest import Machine
+from tests.forked import in_child
 
 PAGE = mmap.PAGESIZE
 
@@ -52,21 +51,17 @@ def test_more_than_there_is_available(machine: Machine) -> None:
         map_memory(2 << 30)
 
 
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = (line.split()[0].split("-") for line in lines)
+    return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
+
+
 def test_a_forked_process_has_none_of_it() -> None:
     """A forked process would get copies of pinned pages at once: twice the memory."""
     memory = map_memory(16 << 20)
-    address = memory.data_ptr()
-
-    def is_mapped() -> bool:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        spans = (line.split()[0].split("-") for line in lines)
-        return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
-
-    assert is_mapped()
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(is_mapped()))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert is_mapped(memory.data_ptr())
+    assert not in_child(is_mapped, memory.data_ptr())
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ runtime. Refusals to start run in processes that lack a requirement."""
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from simple_offload.backends.npu import acl, backend
+from simple_offload.backends.npu import acl
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from tests.acl_sim import child
@@ -129,9 +130,10 @@ def test_a_cann_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_that_is_no_runtime(
     monkeypatch: pytest.MonkeyPatch, library: str, why: str
 ) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", Mock())
     monkeypatch.setattr(acl, "LIBRARY", library)
     with pytest.raises(ConfigError) as caught:
-        backend._load_acl()
+        NpuBackend()
     for part in ("backend='npu'", why, "set_env.sh"):
         assert part in str(caught.value)
 

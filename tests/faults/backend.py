@@ -97,11 +97,11 @@ class _Late:
         self.wait()
         return True
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
+    def remaining_seconds(self) -> float:
         """Unknown: the copy is made only when it is polled to its end."""
         return math.inf
 
-    def hold_compute(self, num_groups: int | None = None) -> None:
+    def hold_compute(self) -> None:
         """Compute waits for announced copies only, and a late one is never announced."""
         assert self.ended, "compute would wait for a copy that has not been made"
 

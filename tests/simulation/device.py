@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -76,7 +76,7 @@ class ScriptedCopy:
         assert self.ended or self.error, "nothing drives the device"
         self.done()
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
+    def remaining_seconds(self) -> float:
         self.nearly_done = self.nearly_done or self.device.estimate(self)
         return 0.0 if self.nearly_done else math.inf
 
@@ -85,7 +85,8 @@ class ScriptedCopy:
         return Measurement(1.0, {})
 
     def hold_compute(self, num_groups: int | None = None) -> None:
-        hold = _Hold(self, min(num_groups or self.num_groups, self.num_groups))
+        """``num_groups``: wait for its first layer groups only."""
+        hold = _Hold(self, num_groups or self.num_groups)
         is_partial = hold.num_groups < self.num_groups
         self.device.num_holds_by_layer += is_partial
         self.device.num_holds += not (hold.is_over or is_partial)
@@ -101,6 +102,30 @@ class ScriptedCopy:
             and other.mark is not None
             and other.mark.position >= self.held_at
         )
+
+
+class ScriptedGroup(NamedTuple):
+    """A layer group of a copy."""
+
+    copy: ScriptedCopy
+    number: int
+    """From 1."""
+    seconds: float = 0.0
+
+    def done(self) -> bool:
+        return self.copy.done()
+
+    def wait(self) -> None:
+        self.copy.wait()
+
+    def remaining_seconds(self) -> float:
+        return self.copy.remaining_seconds()
+
+    def measure(self) -> Measurement:
+        return self.copy.measure()
+
+    def hold_compute(self) -> None:
+        self.copy.hold_compute(self.number)
 
 
 class _Hold(NamedTuple):
@@ -201,10 +226,20 @@ class ScriptedDevice(HostBackend):
         assert barrier is None or isinstance(barrier, ComputeMark)
         mark = None if direction in self.ignore_barriers else barrier
         pending = ScriptedCopy(self, direction, transfer, mark)
-        if direction is Direction.LOAD and transfer.overlaps:
-            pending.num_groups = max(1, len(self._parts))
         self.copies[direction].append(pending)
         return pending
+
+    def copy_by_layer(
+        self,
+        transfer: Transfer,
+        barrier: Barrier | None,
+        *,
+        quickly: bool,
+    ) -> Iterator[ScriptedGroup]:
+        copy = self.copy(Direction.LOAD, transfer, barrier)
+        copy.num_groups = len(self._parts)
+        for number in range(1, copy.num_groups + 1):
+            yield ScriptedGroup(copy, number)
 
     def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
         self._parts = groups

@@ -58,7 +58,7 @@ def start_workers(
 ) -> Iterator[StartWorkers]:
     """A function that starts workers of ranks with these KV memories, on the host backend unless
     ``backends`` has one for each. They are shut down after the test. ``start``: ``on_ranks``, or
-    ``outcomes`` where some may fail."""
+    ``outcomes`` where some may fail. ``num_ranks``: if there are more than those."""
     made: list[OffloadWorker] = []
 
     def start_workers(
@@ -66,9 +66,10 @@ def start_workers(
         replicas: Replicas = Replicas(),  # noqa: B008 - frozen
         backends: Sequence[ScriptedBackend] = (),
         start: Callable[..., list[Any]] = on_ranks,
+        num_ranks: int | None = None,
         **extra_config: Any,
     ) -> list[Any]:
-        num_ranks = len(memories)
+        num_ranks = num_ranks or len(memories)
         config = OffloadConfig.parse({"num_cpu_blocks": 8} | extra_config, num_ranks)
         if backends:
             monkeypatch.setattr(
@@ -89,7 +90,7 @@ def start_workers(
             worker.register_kv_caches(memory.kv_caches)
             return worker
 
-        return start(num_ranks, start_one)
+        return start(len(memories), start_one)
 
     yield start_workers
     for worker in made:

@@ -12,6 +12,7 @@ from simple_offload.ranks import Ranks
 from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
+from tests.simulation.ledger import Ledger
 from tests.worker.kv_memory import full, group, make_kv_memory
 from tests.worker.scripted import ScriptedBackend, ScriptedPending
 
@@ -97,3 +98,18 @@ def load(
 
 def store(transfer_id: int) -> Transfer:
     return Transfer.pairing(transfer_id, [1], [2])
+
+
+def run(worker: OffloadWorker, step: StepMetadata) -> tuple[set[str], set[str]]:
+    """Run a step until its copies have ended. Returns the polled requests."""
+    worker.bind(step)
+    worker.submit_loads()
+    worker.submit_stores()
+    worker.drain()
+    return worker.poll()
+
+
+def drain_stats(worker: OffloadWorker) -> Ledger:
+    ledger = Ledger()
+    ledger.add(worker.drain_stats())
+    return ledger

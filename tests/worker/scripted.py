@@ -3,13 +3,21 @@
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import cast
 
 import torch
 
-from simple_offload.backends.base import Barrier, Direction, PagePart, Pending
+from simple_offload.backends.base import (
+    Barrier,
+    Direction,
+    Measured,
+    Measurement,
+    PagePart,
+    Pending,
+)
 from simple_offload.transfer import Transfer
 from simple_offload.worker.copy_lane import CopyLane
 from tests.conftest import PATIENCE_SECONDS
@@ -45,7 +53,7 @@ class ScriptedPending:
     remaining_first: float = math.inf
     """That of the first layer group, if it is less."""
     log: Log = field(default_factory=list)
-    """Each ("wait",) and ("hold",), or ("hold", layer groups)."""
+    """Each ("wait",) and ("hold",), or ("hold", number of the layer group)."""
 
     def done(self) -> bool:
         if self.ended.is_set() and self.error is not None:
@@ -57,11 +65,49 @@ class ScriptedPending:
         assert self.ended.wait(PATIENCE_SECONDS), "a copy that nothing ends"
         self.done()
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
-        return self.remaining if num_groups is None else min(self.remaining, self.remaining_first)
+    def remaining_seconds(self) -> float:
+        return self.remaining
 
-    def hold_compute(self, num_groups: int | None = None) -> None:
-        self.log.append(("hold",) if num_groups is None else ("hold", num_groups))
+    def hold_compute(self) -> None:
+        self.log.append(("hold",))
+
+
+@dataclass(eq=False)
+class ScriptedGroup:
+    """A layer group of a copy on the device, which ends with the copy."""
+
+    whole: ScriptedPending
+    number: int
+    """From 1."""
+    num_groups: int
+
+    @property
+    def seconds(self) -> float:
+        """Those behind the first are of one size."""
+        return (self.whole.remaining - self._first) / (self.num_groups - 1)
+
+    @property
+    def _first(self) -> float:
+        return min(self.whole.remaining, self.whole.remaining_first)
+
+    def done(self) -> bool:
+        return self.whole.done()
+
+    def wait(self) -> None:
+        self.whole.wait()
+
+    def remaining_seconds(self) -> float:
+        return self._first if self.number == 1 else self.seconds
+
+    def hold_compute(self) -> None:
+        self.whole.log.append(("hold", self.number))
+
+    def measure(self) -> Measurement:
+        """The whole copy's, with the last group."""
+        if self.number < self.num_groups:
+            return Measurement(0.0, {})
+        whole = self.whole
+        return whole.measure() if isinstance(whole, Measured) else Measurement(None, {})
 
 
 class EndsWhenWaitedFor(ScriptedPending):
@@ -97,6 +143,9 @@ class ScriptedBackend:
         self.errors: dict[int, BaseException] = {}
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
+        self.group_gates: dict[tuple[int, int], threading.Event] = {}
+        """The same for layer groups, by id and number from 1."""
+        self.group_errors: dict[tuple[int, int], BaseException] = {}
         self.pendings: dict[int, ScriptedPending] = {}
         self.computed_until = 0.0
         """The test's time in the compute stream."""
@@ -135,6 +184,21 @@ class ScriptedBackend:
 
     def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
         self.log.append(("divide", len(groups)))
+        self._num_groups = len(groups)
+
+    def copy_by_layer(
+        self, transfer: Transfer, barrier: Barrier | None, *, quickly: bool
+    ) -> Iterator[ScriptedGroup]:
+        self.divided.append(transfer.id)
+        start = self.copy_quickly if quickly else self.copy
+        whole = start(Direction.LOAD, transfer, barrier)
+        assert isinstance(whole, ScriptedPending)
+        for number in range(1, self._num_groups + 1):
+            if (gate := self.group_gates.get((transfer.id, number))) is not None:
+                assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"
+            if (error := self.group_errors.get((transfer.id, number))) is not None:
+                raise error
+            yield ScriptedGroup(whole, number, self._num_groups)
 
     def mark_compute(self) -> ScriptedMark:
         return ScriptedMark(self.computed_until, self.has_computed)
@@ -154,8 +218,6 @@ class ScriptedBackend:
     ) -> Pending | None:
         thread = threading.current_thread().name
         self.log.append(("copy", direction, transfer.id, barrier, thread))
-        if transfer.overlaps:
-            self.divided.append(transfer.id)
         self.started[transfer.id].set()
         if (gate := self.gates.get(transfer.id)) is not None:
             assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"
@@ -179,7 +241,8 @@ class ScriptedBackend:
 
     def release(self) -> None:
         """Open all gates, so that everything ends."""
-        for gate in (*self.gates.values(), *self.allocation_gates.values()):
+        gates = self.gates, self.group_gates, self.allocation_gates
+        for gate in chain.from_iterable(each.values() for each in gates):
             gate.set()
         for pending in self.pendings.values():
             pending.ended.set()
@@ -216,16 +279,22 @@ class SharingBackend(ScriptedBackend):
 
 
 class Bench:
-    """A lane of loads on a scripted backend."""
+    """A lane of loads on a scripted backend, with four layer groups."""
 
     def __init__(self) -> None:
         self.backend = ScriptedBackend()
-        self.lane = CopyLane(self.backend, Direction.LOAD)
+        self.backend.divide([()] * 4)
+        self.backend.log.clear()
+        self.lane = CopyLane(self.backend, Direction.LOAD, 4)
         self.thread = copy_thread(Direction.LOAD)
 
-    def submit(self, *transfer_ids: int, barrier: Barrier | None = None) -> None:
+    def submit(
+        self, *transfer_ids: int, barrier: Barrier | None = None, by_layer: bool = False
+    ) -> None:
         for transfer_id in transfer_ids:
-            transfer = Transfer.pairing(transfer_id, [1], [2], f"request {transfer_id}")
+            transfer = Transfer.pairing(
+                transfer_id, [1], [2], f"request {transfer_id}", num_new_tokens=512 * by_layer
+            )
             self.lane.submit(transfer, barrier)
 
     def poll(self) -> Outcomes:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -83,6 +84,49 @@ def test_a_signal_during_a_quick_copy(bench: Bench) -> None:
     assert bench.poll() == []
 
 
+# Layer groups
+
+
+@pytest.fixture
+def by_layer(bench: Bench) -> ScriptedPending:
+    """Load 1, of whose four groups the device has accepted one. The gate of the second is closed:
+    the first is nearly done."""
+    pending = bench.backend.pendings[1] = ScriptedPending(remaining=4.0, remaining_first=1.0)
+    bench.backend.group_gates[1, 2] = threading.Event()
+    bench.submit(1, by_layer=True)
+    while not bench.lane.nearly_done(1.0, lambda load: 3.0):
+        bench.poll()
+    return pending
+
+
+@pytest.mark.proves("I3")
+def test_compute_begins_before_the_last_group_is_accepted(
+    bench: Bench, by_layer: ScriptedPending
+) -> None:
+    """The others are expected to take as long. Each group is waited for once it is accepted."""
+    assert bench.lane.nearly_done(0.9, lambda load: 3.1) == []
+    assert bench.lane.nearly_done(1.0, lambda load: 2.9) == []
+    bench.lane.hold_compute({1}, 1)
+    assert by_layer.log == [("hold", 1)]
+    by_layer.ended.set()
+    assert bench.poll() == []  # the groups that the device has are done
+    threading.Timer(0.01, bench.backend.group_gates[1, 2].set).start()
+    bench.lane.hold_compute({1}, 3)
+    bench.lane.hold_compute({1})
+    assert by_layer.log == [("hold", 1), ("hold", 3), ("hold", 4)]
+    assert bench.flush() == [(1, None)]
+
+
+def test_a_group_that_the_device_refuses(bench: Bench, by_layer: ScriptedPending) -> None:
+    """No compute waits for it."""
+    error = bench.backend.group_errors[1, 2] = ScriptedError()
+    threading.Timer(0.01, bench.backend.group_gates[1, 2].set).start()
+    bench.lane.hold_compute({1})
+    assert by_layer.log == [("hold", 1)]
+    assert bench.lane.nearly_done(1.0, lambda load: 3.0) == []
+    assert bench.poll() == [(1, error)]
+
+
 # Death of the thread
 
 
@@ -140,7 +184,12 @@ def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
 # Everything together
 
 
-ENDS = st.sampled_from(["at once", "fails at once", "quick", "later", "fails later", "dies"])
+ENDS = st.sampled_from(
+    [
+        *("at once", "fails at once", "quick", "later", "fails later", "dies"),
+        *("later, by layer", "fails later, by layer", "second layer group fails"),
+    ]
+)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), ENDS),
@@ -149,6 +198,23 @@ STEPS = st.lists(
     ),
     max_size=30,
 )
+
+
+def write_script(backend: ScriptedBackend, number: int, end: str) -> BaseException | None:
+    """Have a transfer end like this. Returns its error."""
+    error: BaseException | None = ScriptedError(number) if "fails" in end else None
+    if end == "quick":
+        backend.quick.add(number)
+    if end == "second layer group fails":
+        backend.pendings[number] = ScriptedPending()
+        backend.group_errors[number, 2] = cast(ScriptedError, error)
+    elif "later" in end:
+        backend.pendings[number] = ScriptedPending(error=error)
+    elif end == "dies":
+        error = backend.errors[number] = SystemExit(number)
+    elif error is not None:
+        backend.errors[number] = error
+    return error
 
 
 @pytest.mark.proves("I5")
@@ -162,18 +228,10 @@ def test_every_transfer_ends_once_in_order_and_as_it_went(steps: list[tuple[str,
     for number, (step, detail) in enumerate(steps):
         if step == "submit":
             assert isinstance(detail, str)
-            error: BaseException | None = ScriptedError(number) if "fails" in detail else None
-            if detail == "dies":
-                error = SystemExit(number)
-            if detail == "quick":
-                bench.backend.quick.add(number)
-            if "later" in detail:
-                bench.backend.pendings[number] = ScriptedPending(error=error)
-                open_pendings.append(bench.backend.pendings[number])
-            elif error is not None:
-                bench.backend.errors[number] = error
+            error = write_script(bench.backend, number, detail)
+            open_pendings += filter(None, [bench.backend.pendings.get(number)])
             expected.append((number, error))
-            bench.submit(number)
+            bench.submit(number, by_layer="layer" in detail)
         elif step == "end one" and open_pendings:
             assert isinstance(detail, int)
             open_pendings.pop(detail % len(open_pendings)).ended.set()

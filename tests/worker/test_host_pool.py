@@ -4,7 +4,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from simple_offload.memory import MemoryShortageError
 from simple_offload.shared_memory import SharedMemory
 from simple_offload.worker.host_pool import HostPool
-from simple_offload.worker.rank_pool import Peers
 from tests.conftest import PATIENCE_SECONDS, within_patience
 from tests.worker.peers import meet, on_ranks
 from tests.worker.scripted import ScriptedBackend, ScriptedError, SharingBackend
@@ -30,14 +29,11 @@ class RankBackend(SharingBackend):
 
     def __init__(self, chunk_bytes: int, log: list[tuple[int, int, str]], rank: int) -> None:
         super().__init__(chunk_bytes)
-        self.moved = threading.Event()
-        """Whether it has been given a chunk, or its rank waits for the others."""
         self._steps, self._rank = log, rank
 
     def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
         number = len(self.are_first)
         self._steps.append((self._rank, number, "begin"))
-        self.moved.set()
         super().use_shared(memory, is_first=is_first)
         self._steps.append((self._rank, number, "end"))
 
@@ -47,18 +43,6 @@ class RankBackend(SharingBackend):
         shapes = [[tuple(region.shape) for region in chunk] for chunk in self.chunks]
         assert shapes == [[(chunk[0][0], page) for page in PAGES] for chunk in shapes]
         return [chunk[0][0] for chunk in shapes]
-
-
-class Announcing:
-    """A rank's side of the messages that announces each call."""
-
-    def __init__(self, peers: Peers, calls: threading.Event) -> None:
-        self._peers, self._calls = peers, calls
-        self.rank = peers.rank
-
-    def gather(self, value: Any) -> list[Any]:
-        self._calls.set()
-        return self._peers.gather(value)
 
 
 @dataclass
@@ -96,21 +80,18 @@ class Ranks:
     def check_same_bytes(self) -> None:
         """What one rank writes into a block of a region, the others find there, and nowhere
         else."""
-        for writer in self.backends:
-            values = iter(range(1, 128))
-            written = [
-                (number, place, block, next(values))
-                for number, chunk in enumerate(writer.chunks)
-                for place, region in enumerate(chunk)
-                for block in range(len(region))
-            ]
-            for number, place, block, value in written:
-                writer.chunks[number][place][block] = value
-            for reader in self.backends:
-                for number, place, block, value in written:
-                    assert reader.chunks[number][place][block].unique().tolist() == [value]
-            for region in (region for chunk in writer.chunks for region in chunk):
-                region.zero_()
+        by_rank = [
+            [page for chunk in backend.chunks for region in chunk for page in region]
+            for backend in self.backends
+        ]
+        for written in by_rank:
+            for value, page in enumerate(written, start=1):
+                page.fill_(value)
+            for read in by_rank:
+                found = [page.unique().tolist() for page in read]
+                assert found == [[value] for value in range(1, len(written) + 1)]
+            for page in written:
+                page.zero_()
 
 
 MakeRanks = Callable[..., Ranks]
@@ -126,12 +107,10 @@ def make_ranks(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
     def make(kinds: str = "aa", chunk_bytes: int = CHUNK_BYTES, **more: Any) -> Ranks:
         made.append(ranks := Ranks())
         for rank, rank_pool in enumerate(meet(kinds)):
-            assert rank_pool.peers is not None
             memories.append(rank_pool.memory)
             backend = RankBackend(chunk_bytes, ranks.steps, rank)
-            announcing = replace(rank_pool, peers=Announcing(rank_pool.peers, backend.moved))
             ranks.backends.append(backend)
-            ranks.pools.append(HostPool(backend, PAGES, 10, rank_pool=announcing, **more))
+            ranks.pools.append(HostPool(backend, PAGES, 10, rank_pool=rank_pool, **more))
         return ranks
 
     num_ready: Any = SharedMemory.num_ready
@@ -190,6 +169,16 @@ def test_chunks_have_the_backend_s_size_and_leave_nothing_over(
         assert set(memory) == {1, 2}  # 3 if regions overlapped
 
 
+def test_a_large_tier_has_larger_chunks(no_thread_left: None) -> None:
+    """The work for a chunk grows with the number of those before."""
+    backend = ScriptedBackend(BLOCK_BYTES)
+    pool = HostPool(backend, PAGES, 4100)
+    pool.open()
+    within_patience(pool.join)
+    assert {len(chunk[0]) for chunk in backend.chunks[:-1]} == {4}
+    assert pool.num_open == 4100
+
+
 def test_the_first_chunk_is_open_at_once_and_the_rest_later(
     no_thread_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,20 +232,6 @@ def test_ranks_without_layers_open_all_of_their_blocks(no_thread_left: None) -> 
 
 
 # One after another
-
-
-def test_the_first_rank_opens_the_first_chunk_first(ranks: Ranks) -> None:
-    first, second = ranks.backends
-    gate = first.allocation_gates[0] = threading.Event()
-    with ThreadPoolExecutor(2) as threads:
-        opening = [threads.submit(pool.open) for pool in ranks.pools]
-        first.wait_allocating(0)
-        assert second.moved.wait(PATIENCE_SECONDS)
-        before = list(ranks.steps), ranks.num_open
-        gate.set()
-        assert [each.exception(PATIENCE_SECONDS) for each in opening] == [None, None]
-    assert before == ([(0, 0, "begin")], [0, 0])
-    assert min(ranks.num_open) >= 3
 
 
 @pytest.mark.parametrize("number", [1, 3])

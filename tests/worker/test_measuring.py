@@ -10,8 +10,7 @@ from simple_offload.backends.base import Direction, Measurement
 from simple_offload.metadata import StepMetadata
 from simple_offload.worker import copy_lane
 from simple_offload.worker.copy_lane import CopyStats
-from tests.simulation.ledger import Ledger
-from tests.worker.rank import Rank, load
+from tests.worker.rank import Rank, drain_stats, load
 from tests.worker.scripted import Bench, EndsWhenWaitedFor, ScriptedError
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
@@ -80,18 +79,12 @@ def test_a_copy_is_measured(
 # The worker's stats
 
 
-def drain_stats(rank: Rank) -> Ledger:
-    ledger = Ledger()
-    ledger.add(rank.worker.drain_stats())
-    return ledger
-
-
 def test_paths_are_counted_apart(rank: Rank) -> None:
     pending = MeasuredPending(Measurement(0.5, {"dma": 1000, "kernel": 500}))
     rank.backend.pendings[0] = pending
     pending.ended.set()
     rank.step(StepMetadata([load(0, "r")]))
-    ledger = drain_stats(rank)
+    ledger = drain_stats(rank.worker)
     assert ledger(metrics.BYTES, "load", "dma") == 1000
     assert ledger(metrics.BYTES, "load", "kernel") == 500
     assert ledger.samples(metrics.SECONDS, "load") == [0.5]
@@ -119,7 +112,7 @@ def test_reasons_of_failed_copies(rank: Rank, error: BaseException, reasons: lis
     rank.worker.poll()
     for step in steps[2:]:
         rank.step(step)
-    report, ledger = rank.worker.drain_report(), drain_stats(rank)
+    report, ledger = rank.worker.drain_report(), drain_stats(rank.worker)
     assert report is not None
     assert report.failed == dict.fromkeys(range(len(reasons)), 1)
     assert report.broken is isinstance(error, SystemExit)  # this rank cannot copy any more

@@ -16,6 +16,7 @@ from simple_offload import metrics
 from simple_offload.backends.base import Measurement
 from simple_offload.metadata import StepMetadata
 from simple_offload.worker import overlap
+from simple_offload.worker.layer_groups import NUM_GROUPS
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import NOTHING, Rank, load, store
 from tests.worker.scripted import ScriptedPending
@@ -23,7 +24,11 @@ from tests.worker.scripted import ScriptedPending
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
 LAYERS = "abcdefgh"
-"""Two for each group."""
+
+
+def groups_for(name: str) -> int:
+    """Layer groups that a layer needs: all groups are of equal size."""
+    return -(-(LAYERS.index(name) + 1) * NUM_GROUPS // len(LAYERS))
 
 
 @contextmanager
@@ -73,10 +78,12 @@ def test_each_layer_waits_for_its_group(rank: Rank) -> None:
     announce(rank)
     compute(rank, "")
     assert holds(rank) == []
-    expected = {"a": [1], "c": [2], "e": [3], "g": [4]}
+    num_held = 0
     for name in LAYERS:
         rank.worker.wait_for_layer(name)
-        assert holds(rank) == expected.get(name, [])
+        assert holds(rank) == ([groups_for(name)] if groups_for(name) > num_held else [])
+        num_held = groups_for(name)
+    assert num_held == NUM_GROUPS
     rank.worker.submit_stores()
     assert holds(rank) == []
 
@@ -84,7 +91,8 @@ def test_each_layer_waits_for_its_group(rank: Rank) -> None:
 @pytest.mark.proves("I3")
 def test_unknown_and_late_layers_wait_for_all_that_they_may_need(rank: Rank) -> None:
     announce(rank)
-    for names, expected in (("e", [3, 4]), ("?", [4]), ("ca", [2, 4]), ("ga", [4])):
+    early, late = ([groups_for(name), NUM_GROUPS] for name in "ce")
+    for names, expected in (("e", late), ("?", [NUM_GROUPS]), ("ca", early), ("ha", [NUM_GROUPS])):
         compute(rank, names)
         rank.worker.submit_stores()
         assert holds(rank) == expected
@@ -99,7 +107,7 @@ def test_what_comes_after_the_forward_waits_for_the_rest(rank: Rank, hook: str) 
     getattr(rank.worker, hook)()
     kinds = [entry[0] for entry in rank.backend.log if entry[0] in ("hold", "barrier")]
     assert kinds[:2] == ["hold", "hold"]
-    assert holds(rank) == [1, 4]
+    assert holds(rank) == [1, NUM_GROUPS]
 
 
 @pytest.mark.proves("I3")
@@ -119,7 +127,7 @@ def test_where_layers_do_not_call_a_step_waits_at_its_start(
     announce(rank)
     with forward(mode, **changes) if mode is not None else override_forward_context(None):
         rank.worker.bind(StepMetadata(admitted=[0], num_tokens=1))
-    assert holds(rank) == [4]
+    assert holds(rank) == [NUM_GROUPS]
     rank.worker.wait_for_layer("a")
     rank.worker.submit_stores()
     assert holds(rank) == []

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,73 +20,24 @@ from simple_offload.shared_memory import SharedMemory
 from simple_offload.transfer import Transfer
 from simple_offload.worker import rank_pool
 from simple_offload.worker.rank_pool import Peers, RankPool
-from tests.simulation.ledger import Ledger
 from tests.worker.conftest import StartWorkers
 from tests.worker.kv_memory import small_kv_memory
 from tests.worker.memory_process import num_open_files
 from tests.worker.peers import here, meet, outcomes, refuse
+from tests.worker.rank import drain_stats, run
 from tests.worker.scripted import ScriptedBackend, ScriptedError, SharingBackend
 
-LOAD, STORE = Direction
-Pair = tuple[int, int]
-"""A device block and a host block."""
+# Who copies what: planted bugs in the simulation hold the rest
 
 
-# Who copies what
-
-
-def make_transfer(private: Sequence[bool], num_places: int) -> Transfer:
-    """A transfer of device blocks 10, 11, ... with host blocks 100, 101, ... By pair, whether each
-    of ``num_places`` ranks has a host block of its own."""
-    device, host = (np.arange(first, first + len(private)) for first in (10, 100))
-    by_place = np.tile(host, (num_places, 1))
-    for place in range(num_places):
-        by_place[place, np.array(private, bool)] += 1000 * place
-    return Transfer(7, device, host, "r", False, by_place if num_places else None)
-
-
-def pairs(transfer: Transfer) -> list[Pair]:
-    assert transfer.by_place is None  # backends do not know of places
-    assert (transfer.id, transfer.request_id, transfer.after_compute) == (7, "r", False)
-    return list(zip(transfer.device_blocks.tolist(), transfer.host_blocks.tolist(), strict=True))
-
-
-def own_parts(direction: Direction, transfer: Transfer, size: int) -> list[list[Pair]]:
-    """By place, what the rank there copies."""
-    return [pairs(RankPool(place, size).own_part(direction, transfer)) for place in range(size)]
-
-
-@given(
-    private=st.lists(st.booleans(), max_size=40),
-    size=st.integers(1, 8),
-    num_unused=st.none() | st.integers(0, 3),
-)
-def test_a_pool_stores_each_pair_once_and_loads_all_everywhere(
-    private: list[bool], size: int, num_unused: int | None
-) -> None:
-    """Each rank stores a stripe of neighbours, and none many more than another. Contents of private
-    groups it stores into blocks of its own, and loads them from there. Other pools may have more
-    places (``num_unused``; None: no group is private)."""
-    num_places = 0 if num_unused is None else size + num_unused
-    transfer = make_transfer(private, num_places)
-    hosts = [transfer.host_blocks] * size if transfer.by_place is None else transfer.by_place
-    everything = [
-        list(zip(transfer.device_blocks.tolist(), hosts[place].tolist(), strict=True))
-        for place in range(size)
-    ]
-    assert own_parts(LOAD, transfer, size) == everything
-    stored = own_parts(STORE, transfer, size)
-    # A pair that all places have alike is shared, and there is one place only where all are.
-    is_private = [each and num_places > 1 for each in private]
-    shared: list[Pair] = []
-    for place, part in enumerate(stored):
-        own = [pair for pair, each in zip(everything[place], is_private, strict=True) if each]
-        assert [pair for pair in part if pair in own] == own
-        shared += [pair for pair in part if pair not in own]
-    assert shared == [
-        pair for pair, each in zip(everything[0], is_private, strict=True) if not each
-    ]
-    lengths = [len(part) for part in stored]
+@given(num_pairs=st.integers(0, 40), size=st.integers(1, 8))
+def test_ranks_store_stripes_of_like_length(num_pairs: int, size: int) -> None:
+    blocks = range(num_pairs)
+    transfer = Transfer.pairing(7, blocks, blocks)
+    parts = [RankPool(place, size).own_part(Direction.STORE, transfer) for place in range(size)]
+    stripes = [part.host_blocks.tolist() for part in parts]
+    assert [*itertools.chain(*stripes)] == [*blocks]
+    lengths = list(map(len, stripes))
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -280,11 +230,7 @@ def test_a_shutdown_frees_the_memory(start_workers: StartWorkers) -> None:
 def test_a_rank_that_stores_nothing_samples_no_bandwidth(start_workers: StartWorkers) -> None:
     num_samples = []
     for worker in start_workers([small_kv_memory()] * 2, Replicas(2)):
-        worker.bind(StepMetadata(stores=[Transfer.pairing(0, [1], [1])]))
-        worker.submit_stores()
-        worker.drain()
-        worker.poll()
-        ledger = Ledger()
-        ledger.add(worker.drain_stats())
-        num_samples.append(len(ledger.samples(metrics.BANDWIDTH, Direction.STORE.value)))
+        run(worker, StepMetadata(stores=[Transfer.pairing(0, [1], [1])]))
+        samples = drain_stats(worker).samples(metrics.BANDWIDTH, Direction.STORE.value)
+        num_samples.append(len(samples))
     assert sorted(num_samples) == [0, 1]

@@ -188,17 +188,6 @@ def test_on_an_npu_addresses_show_the_regions(monkeypatch: pytest.MonkeyPatch) -
 # Refused placements
 
 
-def find_placed(*placements: dict[str, Any]) -> list[torch.Tensor]:
-    """The regions of one-layer placements of four blocks in a buffer of 1000 bytes."""
-    tensors = [
-        KVCacheTensor(size=1000, layers=[f"raw{number}"], **placement)
-        for number, placement in enumerate(placements)
-    ]
-    buffer = torch.zeros(1000, dtype=torch.int8)
-    kv_caches = dict.fromkeys((tensor.layers[0] for tensor in tensors), buffer)
-    return find_regions(kv_caches, KVCacheConfig(4, tensors, []))
-
-
 ONE = {"offset": 0, "layer_stride": 400, "block_stride": 100}
 
 
@@ -217,8 +206,15 @@ ONE = {"offset": 0, "layer_stride": 400, "block_stride": 100}
     ],
 )
 def test_refused_placements(placements: list[dict[str, Any]], message: str) -> None:
+    """Of one layer each, with four blocks in a buffer of 1000 bytes."""
+    tensors = [
+        KVCacheTensor(size=1000, layers=[f"raw{number}"], **placement)
+        for number, placement in enumerate(placements)
+    ]
+    buffer = torch.zeros(1000, dtype=torch.int8)
+    kv_caches = {tensor.layers[0]: buffer for tensor in tensors}
     with pytest.raises(ValueError, match=message):
-        find_placed(*placements)
+        find_regions(kv_caches, KVCacheConfig(4, tensors, []))
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ import torch
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity, StepMetadata
 from simple_offload.replicas import Replicas
-from simple_offload.shared_memory import SEAL_BYTES, Address, SharedMemory
+from simple_offload.shared_memory import SEAL_BYTES, SharedMemory
 from simple_offload.transfer import Transfer
 from simple_offload.worker import rank_pool
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.rank_pool import Peers, RankPool, row_bytes
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.messages import Messages
-from tests.worker import memory_process
 from tests.worker.conftest import StartWorkers
 from tests.worker.kv_memory import KVMemory, full, small_kv_memory
-from tests.worker.memory_process import MemoryProcess, num_open_files
+from tests.worker.memory_process import num_open_files
 from tests.worker.peers import here, on_ranks, outcomes, refuse
+from tests.worker.rank import run
 from tests.worker.scripted import ScriptedBackend, SharingBackend
 
 PAGE = mmap.PAGESIZE
@@ -48,10 +48,7 @@ def test_a_row_has_whole_pages_of_memory_and_room_for_a_seal(num_bytes: int, exp
 @pytest.mark.parametrize(
     ("kinds", "pages", "starts", "num_pages"),
     [
-        ("a", [(24, 8)], [0], 1),
-        ("ab", [(24, 8), (24, 8)], [0, 64], 1),
         ("abc", [(65,), (64, 1, 64), (5000,)], [0, 128, 320], 2),
-        ("aa", [(24, 8), (24, 8)], [0, 0], 1),
         ("aabb", [(100,), (100,), (4000,), (4000,)], [0, 0, 128, 128], 2),
         ("abab", [(100,), (30, 40), (100,), (30, 40)], [0, 128, 0, 128], 1),
     ],
@@ -74,12 +71,6 @@ def test_each_kind_of_ranks_has_a_part_of_every_row(
 
     started = on_ranks(num_ranks, start)
     rank_pools = [rank_pool for rank_pool, _ in started]
-    assert [each.is_first for each in rank_pools] == [True] + [False] * (num_ranks - 1)
-    assert [each.address is None for each in rank_pools] == [False] + [True] * (num_ranks - 1)
-    assert {each.num_sharing for each in rank_pools} == {num_ranks}
-    assert [(each.place, each.size) for each in rank_pools] == [
-        (kinds[:rank].count(kind), kinds.count(kind)) for rank, kind in enumerate(kinds)
-    ]
     assert [pool.nbytes for _, pool in started] == [num_blocks * num_bytes] * num_ranks
     address = rank_pools[0].address
     assert address is not None
@@ -163,23 +154,8 @@ def start_workers(start_workers: StartWorkers) -> StartWorkers:
     return partial(start_workers, second_tier=SECOND_TIER)
 
 
-def run(worker: OffloadWorker, step: StepMetadata) -> None:
-    """Run a step until its copies have ended."""
-    worker.bind(step)
-    worker.submit_stores()
-    worker.drain()
-
-
 def capacities(workers: Sequence[OffloadWorker]) -> list[RankCapacity]:
     return [worker.capacity for worker in workers]
-
-
-def address_of(workers: Sequence[OffloadWorker]) -> Address:
-    """The address that the first rank tells, and no other."""
-    told = [each.memory for each in capacities(workers)]
-    assert told[0] is not None
-    assert told[1:] == [None] * (len(told) - 1)
-    return told[0]
 
 
 def fill(memory: KVMemory, value: int) -> None:
@@ -196,44 +172,6 @@ def values(memory: KVMemory) -> list[set[int]]:
         {int(byte) for view in views for byte in view[block].contiguous().view(torch.int8).unique()}
         for block in range(NUM_BLOCKS)
     ]
-
-
-@pytest.mark.parametrize(
-    ("heads", "count", "starts"),
-    [([2], 1, [0]), ([2, 3, 1], 1, [0, 384, 960]), ([2, 2, 1, 1], 2, [0, 0, 384, 384])],
-    ids=["alone", "apart", "replicas"],
-)
-def test_another_process_finds_what_a_store_copied(
-    start_workers: StartWorkers, heads: list[int], count: int, starts: list[int]
-) -> None:
-    """And a load brings it back, also what another rank with the same KV has stored."""
-    memories = [small_kv_memory(each) for each in heads]
-    workers = start_workers(memories, Replicas(count))
-    sizes = [2 * full(each).page_size_bytes for each in heads]
-    assert [each.block_bytes for each in capacities(workers)] == sizes
-    assert {each.row_bytes for each in capacities(workers)} == {PAGE}
-    assert {each.num_places for each in capacities(workers)} == {count}
-    other = MemoryProcess(address_of(workers))
-    try:
-        other.ask(SharedMemory.map, 8 * PAGE)
-        for rank, worker in enumerate(workers):
-            fill(memories[rank], 10 * (rank // count + 1))
-            run(worker, StepMetadata(stores=[Transfer.pairing(0, [1, 3], [2, 7])]))
-        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            for block, row in ((1, 2), (3, 7)):
-                value = 10 * (rank // count + 1) + block
-                found = other.ask(memory_process.extremes, row * PAGE + start, size)
-                assert found == (value, value)
-        used = max(start + size for start, size in zip(starts, sizes, strict=True))
-        assert other.ask(memory_process.extremes, 2 * PAGE + used, PAGE - used) == (0, 0)
-        # As when the scheduler's process has read an object into a row.
-        other.ask(memory_process.fill, 2 * PAGE, PAGE - SEAL_BYTES, 99)
-        for rank, worker in enumerate(workers):
-            run(worker, StepMetadata(loads=[Transfer.pairing(1, [0, 2], [2, 7], "r")]))
-            first = 10 * (rank // count + 1)
-            assert values(memories[rank]) == [{99}, {first + 1}, {first + 3}, {first + 3}]
-    finally:
-        other.kill()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +237,9 @@ def test_memory_that_a_runtime_must_allocate_is_refused(
 def test_the_address_is_good_until_shutdown(start_workers: StartWorkers) -> None:
     num_open = num_open_files()
     workers = start_workers([small_kv_memory(), small_kv_memory(3)])
-    address = address_of(workers)
+    address, told_by_the_other = (each.memory for each in capacities(workers))
+    assert address is not None
+    assert told_by_the_other is None
     # A forked child would inherit descriptors, and keep the memory: there is one only.
     assert num_open_files() == num_open + 1
     for _ in range(2):
@@ -361,12 +301,5 @@ def test_ranks_tell_how_their_pages_are_laid_out(start_workers: StartWorkers) ->
         (0, [PAGES, PAGES], "LBHNC", {"a": 1}),
         (2 * PAGES, [PAGES // 2, PAGES // 2], "LBHNC", {"a": 1}),
     ]
-
-
-def test_without_a_second_tier_there_is_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch, start_workers: StartWorkers
-) -> None:
-    monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory to share"))
-    [worker] = start_workers([small_kv_memory()], second_tier=None)
-    capacity = worker.capacity
-    assert (capacity.row_bytes, capacity.memory, capacity.layout) == (0, None, ())
+    assert [each.block_bytes for each in capacities(workers)] == [2 * PAGES, PAGES]
+    assert {each.row_bytes for each in capacities(workers)} == {PAGE}

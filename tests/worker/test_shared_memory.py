@@ -1,14 +1,13 @@
 """SharedMemory, in one process and between processes."""
 
-import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from simple_offload.shared_memory import Address, SharedMemory
+from tests.forked import in_child
 from tests.worker import memory_process
 from tests.worker.memory_process import MemoryProcess, num_open_files
 
@@ -36,26 +35,6 @@ def shmem_bytes() -> int:
 
 
 # Between processes
-
-
-def test_two_processes_have_the_same_bytes_and_count(make_process: MakeProcess) -> None:
-    creator = make_process()
-    address = creator.ask(memory_process.address)
-    other = make_process(address)
-    num_bytes = 3 * MIB
-    assert other.ask(memory_process.address).token == address.token
-    for process in (creator, other):
-        process.ask(SharedMemory.map, num_bytes)
-    for writer, reader, value in ((creator, other, -1), (other, creator, 7)):
-        writer.ask(memory_process.fill, 0, num_bytes, value)
-        assert reader.ask(memory_process.extremes, 0, num_bytes) == (value, value)
-        writer.ask(memory_process.fill, MIB, 1, 3)
-        assert reader.ask(memory_process.extremes, MIB, 1) == (3, 3)
-        assert reader.ask(memory_process.extremes, MIB + 1, MIB) == (value, value)
-    for count in range(3):
-        assert [each.ask(memory_process.num_ready) for each in (creator, other)] == [count] * 2
-        creator.ask(SharedMemory.on_ready)
-    assert creator.ask(memory_process.extremes, 0, num_bytes) == (3, 7)  # the count is not in there
 
 
 def test_memory_lives_as_long_as_the_last_process_that_has_it(make_process: MakeProcess) -> None:
@@ -143,31 +122,14 @@ def test_who_maps_more_than_the_others() -> None:
     assert creator.part(0, MIB).unique().tolist() == [1]
 
 
-def test_closing_leaves_what_has_been_mapped() -> None:
-    """After mapping no descriptor is left: a forked child would inherit it, and keep all of the
-    memory after its parent has died."""
-    num_open = num_open_files()
-    memory = SharedMemory.create()
-    memory.map(MIB)
-    assert num_open_files() == num_open
-    for _ in range(2):
-        memory.close()
-        memory.part(0, MIB).fill_(1)
-    part = memory.part(0, 1)
-    del memory
-    assert part.tolist() == [1]
+def is_mapped() -> bool:
+    return "memfd:simple-offload" in Path("/proc/self/maps").read_text()
 
 
 def test_a_forked_process_has_none_of_it() -> None:
     """A fork would copy each pinned page at once: twice the memory."""
     memory = SharedMemory.create()
     memory.map(MIB)
-
-    def is_mapped() -> bool:
-        return "memfd:simple-offload" in Path("/proc/self/maps").read_text()
-
     assert is_mapped()
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(is_mapped()))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert not in_child(is_mapped)
+    memory.close()

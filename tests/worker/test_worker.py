@@ -1,6 +1,6 @@
 """OffloadWorker on the host backend: its memory has the right size, and bytes return unchanged."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,14 +8,15 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.config import GIB, ConfigError, OffloadConfig
+from simple_offload.config import GIB, ConfigError
 from simple_offload.memory import MemoryShortageError
 from simple_offload.metadata import StepMetadata
-from simple_offload.ranks import Ranks
 from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
-from tests.conftest import Machine, within_patience
+from tests.conftest import Machine
+from tests.worker.conftest import StartWorkers
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, window
+from tests.worker.rank import run
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
@@ -31,37 +32,24 @@ def kv_memory(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> KVMemory:
 
 
 @pytest.fixture
-def make_worker(no_thread_left: None) -> Iterator[MakeWorker]:
+def make_worker(start_workers: StartWorkers) -> MakeWorker:
     """A function that makes a worker with registered memory. It is shut down after the test."""
-    workers: list[OffloadWorker] = []
 
     def make(
         extra_config: dict[str, Any], num_ranks: int = 1, memory: KVMemory | None = None
     ) -> OffloadWorker:
-        memory = memory or kv_memory()
-        config = OffloadConfig.parse(extra_config, num_ranks)
-        workers.append(OffloadWorker(memory.config, config, Ranks(num_ranks, num_ranks)))
-        workers[-1].register_kv_caches(memory.kv_caches)
-        return workers[-1]
+        extra_config = {"num_cpu_blocks": None} | extra_config
+        (worker,) = start_workers([memory or kv_memory()], num_ranks=num_ranks, **extra_config)
+        assert isinstance(worker, OffloadWorker)
+        return worker
 
-    yield make
-    for worker in workers:
-        within_patience(worker.shutdown)
+    return make
 
 
 def sizes(worker: OffloadWorker) -> tuple[int, int, int]:
     """A rank's capacity without its name."""
     capacity = worker.capacity
     return capacity.num_host_blocks, capacity.num_open, capacity.block_bytes
-
-
-def run(worker: OffloadWorker, step: StepMetadata) -> tuple[set[str], set[str]]:
-    """Run a step until its copies have ended. Returns the polled requests."""
-    worker.bind(step)
-    worker.submit_loads()
-    worker.submit_stores()
-    worker.drain()
-    return worker.poll()
 
 
 # Capacity

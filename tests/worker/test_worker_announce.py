@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.metadata import StepMetadata
 from tests.worker.conftest import MakeRank
-from tests.worker.rank import NOTHING, Rank, load, store
+from tests.worker.rank import NOTHING, Rank, load
 from tests.worker.scripted import ScriptedError
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
@@ -122,31 +122,6 @@ def test_vllm_s_scheduling_time_is_added(rank: Rank, lags: list[float], lead: fl
         rank.announce(number)
         admit(rank, number, after)
     check_lead(rank, len(lags), lead)
-
-
-# Once
-
-
-@pytest.mark.parametrize("drained", [False, True])
-def test_an_announced_load_is_reported_at_its_end_and_not_named_again(
-    rank: Rank, drained: bool
-) -> None:
-    """A store is never announced."""
-    store_pending = rank.pend(1, 0.0)
-    rank.submit(StepMetadata(stores=[store(1)]))
-    pending = rank.announce(0)
-    assert rank.report() == ({}, {})
-    if not drained:
-        assert rank.step(StepMetadata(admitted=[0])) == NOTHING
-        assert rank.report() == ({}, {})
-    pending.ended.set()
-    store_pending.ended.set()
-    if drained:
-        rank.worker.drain()
-    assert rank.step(StepMetadata(admitted=[0])) == NOTHING
-    assert rank.report() == ({0: 1, 1: 1}, {})
-    assert rank.step() == NOTHING
-    assert not rank.worker._announcements._under_way
 
 
 # Failures

@@ -15,7 +15,6 @@ from simple_offload.backends.cuda.queues import (
     CudaMark,
     CudaPending,
     CudaQueues,
-    Mark,
     PathChoice,
     RegionClass,
     classify_regions,
@@ -51,7 +50,9 @@ many descriptors do not (docs/measurements.md, "Copies queued behind compute")."
 class CudaBackend:
     """Copies by DMA or by kernel, whichever is quicker on this GPU for the size of page."""
 
-    chunk_bytes = 1 << 30
+    chunk_bytes = 64 << 20
+    """Pinned by one call. Launches wait meanwhile, as the driver takes a lock: up to 90 ms beside
+    calls of 1 GiB (docs/measurements.md, "Memory that opens beside requests")."""
     least_part_bytes = 256 << 10  # smaller descriptors take longer
 
     def __init__(self, copy_path: CopyPath = "auto") -> None:
@@ -60,7 +61,9 @@ class CudaBackend:
         self._queues = CudaQueues(self._device)
         self._costs: dict[Direction, CopyCosts] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # by address
-        self._chunks: list[Sequence[torch.Tensor]] = []
+        self._device_regions: list[Regions] = []
+        """All, then by layer group."""
+        self._host_regions: list[Regions] = []
         self._classes: list[RegionClass] = []
         self._parts: Sequence[Sequence[PagePart]] = ()
         """By layer group."""
@@ -84,6 +87,7 @@ class CudaBackend:
     def _pin(self, memory: torch.Tensor) -> None:
         torch.cuda.set_device(self._device)
         address, num_bytes = memory.data_ptr(), memory.nbytes
+        began = time.monotonic()
         with _outside_graph_capture():
             error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(error) != 0:
@@ -92,6 +96,8 @@ class CudaBackend:
                 "Is the lock limit (ulimit -l) high enough?"
             )
         self._pinned[address] = memory
+        # Launches that wait go first: the driver's lock is not fair.
+        time.sleep(time.monotonic() - began)
 
     def _release_host(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -100,11 +106,9 @@ class CudaBackend:
     def open(self, device: Sequence[torch.Tensor]) -> None:
         """Note the tensors' addresses, and measure the costs of copies of their page sizes. The
         caller keeps the tensors alive."""
-        self._device_tensors = device
-        self._device_regions = Regions.from_tensors(device)
-        self._block_bytes = self._device_regions.block_bytes
-        sizes = [part.stop - part.start for parts in self._parts for part in parts]
-        sizes += self._device_regions.pages.tolist()
+        self._device_regions = [Regions.from_tensors(each) for each in self._divide(device)]
+        self._block_bytes = self._device_regions[0].block_bytes
+        sizes = [page for regions in self._device_regions for page in regions.pages.tolist()]
         if sizes:
             self._measure(min(sizes), aligned=not any(size % 16 for size in sizes))
 
@@ -114,16 +118,25 @@ class CudaBackend:
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         """Replace the lists of addresses; copies under way keep theirs."""
-        self._chunks.append(regions)
-        host, kernel_on = Regions.from_chunks(self._chunks), self._queues.kernel_on
-        self._classes = classify_regions(self._device_regions, host, kernel_on)
-        self._divided = [
-            classify_regions(
-                Regions.from_tensors(_cut(self._device_tensors, parts)),
-                Regions.from_chunks([_cut(chunk, parts) for chunk in self._chunks]),
-                kernel_on,
-            )
-            for parts in self._parts
+        chunk = self._divide(regions)
+        if self._host_regions:
+            pairs = zip(self._host_regions, chunk, strict=True)
+            self._host_regions = [before.with_chunk(each) for before, each in pairs]
+        else:
+            self._host_regions = [Regions.from_tensors(each) for each in chunk]
+        both = zip(self._device_regions, self._host_regions, strict=True)
+        self._classes, *self._divided = (
+            classify_regions(device, host, self._queues.kernel_on) for device, host in both
+        )
+
+    def _divide(self, regions: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """All, then by layer group."""
+        return [
+            regions,
+            *(
+                [regions[part.region][:, part.start : part.stop] for part in parts]
+                for parts in self._parts
+            ),
         ]
 
     def mark_compute(self) -> CudaMark:
@@ -148,18 +161,14 @@ class CudaBackend:
         keep_lock: bool = False,
     ) -> CudaPending:
         """``keep_lock``: as for ``SubmitDma``."""
-        is_load = direction is Direction.LOAD
-        groups = self._groups_of(transfer) if is_load else [self._classes]
-        pending = CudaPending(self._queues.begin(direction, barrier), [groups])
-        try:
-            for classes in groups:
-                self._queue_group(pending, direction, transfer, classes, keep_lock=keep_lock)
-        except BaseException:
-            # Some pieces may be queued. The failed transfer's blocks are given to others, and host
-            # memory is given back at shutdown: no piece may write there after that.
-            self._queues.drain(direction)
-            raise
-        return pending
+        return self._copy(direction, transfer, barrier, self._classes, keep_lock=keep_lock)
+
+    def copy_by_layer(
+        self, transfer: Transfer, barrier: Barrier | None, *, quickly: bool
+    ) -> Iterator[CudaPending]:
+        """``quickly``: keep Python's interpreter lock."""
+        for classes in self._divided:
+            yield self._copy(Direction.LOAD, transfer, barrier, classes, keep_lock=quickly)
 
     def copy_quickly(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
@@ -176,9 +185,10 @@ class CudaBackend:
         num_bytes = num_pairs * self._block_bytes
         if direction is Direction.STORE or num_bytes > _QUICK_BYTES:
             return False
+        groups = self._divided if transfer.overlaps and self._divided else [self._classes]
         by_dma = sum(
             len(regions.device.pages)
-            for classes in self._groups_of(transfer)
+            for classes in groups
             for regions in classes
             if self._copy_path != "kernel" and regions.page >= self._costs[direction].crossing
         )
@@ -187,15 +197,30 @@ class CudaBackend:
     def close(self) -> None:
         for address in list(self._pinned):
             self._release_host(address)
-        self._chunks.clear()
 
     # One copy
 
-    def _groups_of(self, load: Transfer) -> list[list[RegionClass]]:
-        """The regions that are copied one after another, by layer group."""
-        return self._divided if load.overlaps and self._divided else [self._classes]
+    def _copy(
+        self,
+        direction: Direction,
+        transfer: Transfer,
+        barrier: Barrier | None,
+        classes: Sequence[RegionClass],
+        *,
+        keep_lock: bool,
+    ) -> CudaPending:
+        """Queue the copy of the blocks' bytes in ``classes``."""
+        pending = CudaPending(self._queues.begin(direction, barrier), [classes])
+        try:
+            self._queue(pending, direction, transfer, classes, keep_lock=keep_lock)
+        except BaseException:
+            # Some pieces may be queued. The failed transfer's blocks are given to others, and host
+            # memory is given back at shutdown: no piece may write there after that.
+            self._queues.drain(direction)
+            raise
+        return pending
 
-    def _queue_group(
+    def _queue(
         self,
         pending: CudaPending,
         direction: Direction,
@@ -204,12 +229,10 @@ class CudaBackend:
         *,
         keep_lock: bool,
     ) -> None:
-        """Queue the copy of the blocks' bytes in ``classes``, the next layer group."""
         queues, blocks = self._queues, (transfer.device_blocks, transfer.host_blocks)
         if direction is Direction.LOAD:
             blocks = blocks[::-1]
         block_bytes = sum(regions.block_bytes for regions in classes)
-        group, marks = len(pending.group_ends), pending.marks
         unmarked_bytes, unmarked_seconds = 0, 0.0
         by_kernel, last = False, None
         for first, stop in self._stretches(classes, transfer):
@@ -229,14 +252,13 @@ class CudaBackend:
                 unmarked_bytes += piece.num_bytes
                 unmarked_seconds += piece.num_bytes * pace
                 if unmarked_bytes >= _MARK_BYTES:
-                    marks.append(Mark(queues.mark(piece.stream), unmarked_seconds, group))
+                    pending.add_mark(queues.mark(piece.stream), unmarked_seconds)
                     unmarked_bytes, unmarked_seconds = 0, 0.0
-        # The last event ends the group. Where the kernel took part, it must be behind both streams.
+        # The last event ends the copy. Where the kernel took part, it must be behind both streams.
         if by_kernel or last is None:
-            marks.append(Mark(queues.join(direction), unmarked_seconds, group))
+            pending.add_mark(queues.join(direction), unmarked_seconds)
         elif unmarked_bytes:
-            marks.append(Mark(queues.mark(last.stream), unmarked_seconds, group))
-        pending.group_ends.append(marks[-1].event)
+            pending.add_mark(queues.mark(last.stream), unmarked_seconds)
 
     def _stretches(
         self, classes: Sequence[RegionClass], transfer: Transfer
@@ -299,10 +321,6 @@ class CudaBackend:
             logger.info("No copy kernel, Triton cannot be imported (%s): all by DMA", error)
             return
         self._queues.kernel_on = self._device
-
-
-def _cut(regions: Sequence[torch.Tensor], parts: Sequence[PagePart]) -> list[torch.Tensor]:
-    return [regions[part.region][:, part.start : part.stop] for part in parts]
 
 
 @contextmanager

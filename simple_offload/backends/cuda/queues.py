@@ -104,8 +104,6 @@ class Mark(NamedTuple):
     event: torch.cuda.Event
     seconds: float
     """Expected copy time since the mark before."""
-    group: int
-    """The layer group that is being copied there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,8 +115,8 @@ class CudaPending:
     """Arguments that the driver and the kernel may read until the copy has ended."""
     marks: deque[Mark] = field(default_factory=deque)
     """Those not yet seen as passed. Never empty once all is queued: the last one stays."""
-    group_ends: list[torch.cuda.Event] = field(default_factory=list)
-    """By layer group. One that is not copied by layer group has one."""
+    seconds: float = 0.0
+    """Expected time of the whole copy."""
     num_bytes: Counter[str] = field(default_factory=Counter)
     """By path."""
 
@@ -128,15 +126,18 @@ class CudaPending:
     def wait(self) -> None:
         self.marks[-1].event.synchronize()
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
+    def add_mark(self, event: torch.cuda.Event, seconds: float) -> None:
+        """``seconds``: expected copy time since the mark before."""
+        self.marks.append(Mark(event, seconds))
+        self.seconds += seconds
+
+    def remaining_seconds(self) -> float:
         while len(self.marks) > 1 and self.marks[0].event.query():
             self.marks.popleft()
-        num_groups = len(self.group_ends) if num_groups is None else num_groups
-        return sum(mark.seconds for mark in self.marks if mark.group < num_groups)
+        return sum(mark.seconds for mark in self.marks)
 
-    def hold_compute(self, num_groups: int | None = None) -> None:
-        num_groups = len(self.group_ends) if num_groups is None else num_groups
-        torch.cuda.current_stream().wait_event(self.group_ends[:num_groups][-1])
+    def hold_compute(self) -> None:
+        torch.cuda.current_stream().wait_event(self.marks[-1].event)
 
     def measure(self) -> Measurement:
         return Measurement(self.start.elapsed_time(self.marks[-1].event) / 1e3, self.num_bytes)

@@ -53,11 +53,11 @@ class NpuPending:
         self.event.synchronize()
         self._raise()
 
-    def remaining_seconds(self, num_groups: int | None = None) -> float:
+    def remaining_seconds(self) -> float:
         """Infinite: no bandwidth has been measured on an NPU."""
         return math.inf
 
-    def hold_compute(self, num_groups: int | None = None) -> None:
+    def hold_compute(self) -> None:
         self.npu.current_stream().wait_event(self.event)
 
     def measure(self) -> Measurement:
@@ -91,7 +91,7 @@ class NpuBackend:
         self._streams = {direction: self._npu.Stream(self._device) for direction in Direction}
         self._locations = Locations(Location(0, HOST), Location(self._device, DEVICE))
         self._host_addresses: list[int] = []
-        self._chunks: list[Sequence[torch.Tensor]] = []
+        self._host_regions: Regions | None = None
         self._must_batch = copy_path == "batch"
         self._batches, why = self._choose(copy_path)
         logger.info(
@@ -137,8 +137,8 @@ class NpuBackend:
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         """Replace the list of addresses; copies under way keep theirs."""
-        self._chunks.append(regions)
-        self._host_regions = Regions.from_chunks(self._chunks)
+        host = self._host_regions
+        self._host_regions = host.with_chunk(regions) if host else Regions.from_tensors(regions)
 
     def barrier(self) -> Barrier | None:
         """An event on the compute stream."""
@@ -169,13 +169,12 @@ class NpuBackend:
         for address in self._host_addresses:
             self._acl.free_host(address)
         self._host_addresses.clear()
-        self._chunks.clear()
 
     # One copy
 
     def _plan(self, direction: Direction, transfer: Transfer) -> Descriptors:
         device = self._device_regions
-        host = self._host_regions if len(device.pages) else device
+        host = self._host_regions or device
         if len(device.pages):
             require_blocks_within(transfer, device.num_blocks, host.num_blocks)
         if direction is Direction.LOAD:

@@ -10,12 +10,15 @@ import torch_npu
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.backends import select
+from simple_offload.backends.base import CopyBackend
 from simple_offload.backends.npu.backend import NpuBackend
+from simple_offload.backends.select import BackendName
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata
 from simple_offload.ranks import Ranks
 from simple_offload.transfer import Transfer
 from simple_offload.worker import regions
+from simple_offload.worker import worker as worker_module
 from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.worker import OffloadWorker
 from tests.acl_sim.sim import Sim
@@ -68,7 +71,14 @@ def make_worker(
     """A function that makes a worker. Its host memory comes in chunks of a few blocks."""
     for module in (select, regions):
         monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="npu"))
-    monkeypatch.setattr(NpuBackend, "chunk_bytes", 1000)
+
+    def make_backend(name: BackendName, copy_path: str) -> CopyBackend:
+        backend = select.make_backend(name, copy_path)
+        assert isinstance(backend, NpuBackend)
+        backend.chunk_bytes = 1000
+        return backend
+
+    monkeypatch.setattr(worker_module, "make_backend", make_backend)
     workers: list[OffloadWorker] = []
     num_host = sim.library.acl_sim_num_host()
 
