@@ -66,12 +66,6 @@ def test_a_share_is_the_same_for_processes_that_start_one_after_another(machine:
     assert OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 1).cpu_bytes_to_use == 80 * GIB
 
 
-def test_a_share_of_a_container_s_limit(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "0::/pod\n")
-    machine.write("/sys/fs/cgroup/pod/memory.max", f"{40 * GIB}\n")
-    assert OffloadConfig.parse({"cpu_bytes_to_use": "75%"}, 1).cpu_bytes_to_use == 30 * GIB
-
-
 @BOTH_SIZES
 def test_shares_of_all_engines_together(key: str) -> None:
     """Each engine of data parallelism has that share, as it would have those bytes."""

@@ -302,13 +302,6 @@ def test_a_wrong_configuration_is_refused(
         connect(role, {"num_cpu_block": 8}, prefix_caching=prefix_caching)
 
 
-def test_the_ranks_share_the_bytes(connect: Connect, memory: KVMemory) -> None:
-    extra_config = {"cpu_bytes_to_use": 20 * 2 * SPEC.page_size_bytes}
-    on_worker = connect(WORKER, extra_config, num_ranks=4)
-    on_worker.register_kv_caches(memory.kv_caches)
-    assert on_worker.get_aligned_num_cpu_blocks() == 5
-
-
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_without_prefix_caching_nothing_happens(
     connect: Connect, role: KVConnectorRole, memory: KVMemory, caplog: pytest.LogCaptureFixture
@@ -475,11 +468,24 @@ def test_loads_start_with_the_metadata_and_end_before_sleep(
     assert report == WorkerReport(Counter([0]))
 
 
-@pytest.mark.parametrize("role", KVConnectorRole)
-def test_shutdown_at_any_time(connect: Connect, role: KVConnectorRole, memory: KVMemory) -> None:
-    connector = connect(role)
-    connector.shutdown()
-    connector = connect(role)
-    connector.register_kv_caches(memory.kv_caches)
-    connector.shutdown()
-    connector.shutdown()
+def test_stores_end_before_an_engine_in_this_process_sleeps(
+    connect: Connect,
+    memory: KVMemory,
+    make_vllm_config: MakeVllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It resets the caches, and frees device memory. Before 0.33, vLLM tells no rank."""
+    backend = ScriptedBackend()
+    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name, path: backend)
+    backend.pendings[0] = EndsWhenWaitedFor()
+    scheduler, worker = connect(SCHEDULER), connect(WORKER)
+    monkeypatch.setattr(scheduler.scheduler, "reset_cache", lambda: True)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    worker.register_kv_caches(memory.kv_caches)
+    run_step(worker, StepMetadata(stores=[Transfer.pairing(0, [1], [3])]))
+    assert scheduler.reset_cache()
+    assert not backend.pendings[0].ended.is_set()
+    model = make_vllm_config().model_config  # that of all connectors here
+    monkeypatch.setattr(model, "enable_sleep_mode", True)
+    assert scheduler.reset_cache()
+    assert backend.pendings[0].ended.is_set()

@@ -148,6 +148,7 @@ def class_of(config: VllmConfig) -> type:
     return KVConnectorFactory.get_connector_class(config.kv_transfer_config)
 
 
+OURS = '{"kv_connector_module_path": "simple_offload"}'
 NAMED = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
 
 
@@ -159,7 +160,7 @@ def test_vllm_s_option_for_offloading(
 ) -> None:
     """--kv-offloading-size in GiB is the size, and the module path is all that it needs."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
-    ours = json.dumps({"kv_connector_module_path": "simple_offload"} | given)
+    ours = json.dumps(json.loads(OURS) | given)
     model = make_vllm_config().model_config.model
     config = engine_config(model, "--kv-offloading-size", "0.3", "--kv-transfer-config", ours)
     assert class_of(config) is SimpleCPUOffloadConnector
@@ -173,11 +174,10 @@ def test_vllm_s_option_without_its_variable(
     make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "0")
-    config = make_vllm_config({"cpu_bytes_to_use": 64 * MIB})
-    config.cache_config.kv_offloading_size = 0.3
-    config._post_init_kv_transfer_config()
+    model = make_vllm_config().model_config.model
+    option = ("--kv-offloading-size", "0.3", "--kv-transfer-config", OURS)
     with pytest.raises(AttributeError) as stopped:
-        class_of(config)
+        engine_config(model, *option)
     assert "OffloadingConnector not found in simple_offload" in str(stopped.value)
     assert "VLLM_USE_SIMPLE_KV_OFFLOAD=1" in str(stopped.value.__cause__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -107,9 +107,9 @@ def test_a_meter_drains_counts_once_and_gauges_that_changed() -> None:
 # The periodic log
 
 
-def log_line(config: VllmConfig, *payloads: dict[str, Any]) -> str:
+def log_line(config: KVTransferConfig, *payloads: dict[str, Any]) -> str:
     lines: list[str] = []
-    logging: Any = KVConnectorLogging(config.kv_transfer_config)
+    logging: Any = KVConnectorLogging(config)
     for payload in payloads:
         logging.observe(over_the_wire(payload))
     logging.log(lambda text, *arguments: lines.append(text % arguments))
@@ -120,7 +120,9 @@ def log_line(config: VllmConfig, *payloads: dict[str, Any]) -> str:
 
 def test_the_line_in_the_log(make_vllm_config: MakeVllmConfig) -> None:
     both = worker_stats().aggregate(scheduler_stats()).to_dict()
-    line = log_line(make_vllm_config(), both, worker_stats().to_dict())
+    config = make_vllm_config().kv_transfer_config
+    assert config is not None
+    line = log_line(config, both, worker_stats().to_dict())
     assert line == (
         "KV Transfer metrics: Host hits=1 of 3 lookups, Hit tokens=96, "
         "Loaded=3 blocks, 4.0 MiB, Loaded at=2.10 GB/s, Load wait=4.0 ms, "
@@ -167,38 +169,15 @@ def test_every_series_exists_from_the_start(make_vllm_config: MakeVllmConfig) ->
 # Beside another connector
 
 
-def multi_config(make_vllm_config: MakeVllmConfig) -> VllmConfig:
-    config = make_vllm_config()
-    ours = {
-        "kv_connector": NAME,
-        "kv_connector_module_path": "simple_offload",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"num_cpu_blocks": 8},
-    }
-    other = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": "/nowhere"},
-    }
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"connectors": [other, ours]},
-    )
-    return config
-
-
 @pytest.mark.skipif(vllm_version() < (0, 31), reason="this vLLM's built-in class has no statistics")
-def test_beside_another_the_builtin_class_reads_the_payload(
-    make_vllm_config: MakeVllmConfig,
-) -> None:
+def test_beside_another_the_builtin_class_reads_the_payload() -> None:
     """MultiConnector finds that class by name; it aggregates and logs counters and gauges."""
     payload = over_the_wire({NAME: worker_stats().aggregate(scheduler_stats()).to_dict()})
     rebuilt = MultiConnector.build_kv_connector_stats(payload)
     assert rebuilt is not None
     builtin = BuiltinConnector.build_kv_connector_stats()
     assert type(rebuilt.data[NAME]) is type(builtin)
-    config = multi_config(make_vllm_config)
+    config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")
     line = log_line(config, payload, {NAME: scheduler_stats().to_dict()})
     assert f"\"{metrics.PROMPT_TOKENS}:('host',)\": 192" in line
     assert f"'{metrics.USED}': 40" in line

@@ -93,13 +93,17 @@ def test_pins_are_exactly_what_the_roots_need(
         assert requirement.specifier.contains(version, prereleases=True), requirement
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(source: Path, folder: Path) -> Path:
     build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder)]
-    subprocess.run([sys.executable, "-m", *build, str(ROOT)], check=True)
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-m", *build, str(source)], check=True, env=environment)
     (built,) = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_the_typed_package_and_nothing_else(wheel: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from simple_offload.cli import size
 from simple_offload.cli.arguments import Parser
-from simple_offload.config import ConfigError
 from simple_offload.sizing.model_bytes import GroupBytes, ModelBytes
 
 KIB, GIB = 1024, 2**30
@@ -168,44 +167,3 @@ def test_windows_take_room_beside_the_tokens(
     assert answer["bytes_per_token"]["in_host"] == pytest.approx(64 * KIB + ends)
     assert answer["bytes_per_token"]["on_devices"] == pytest.approx(4 * (64 * KIB + ends))
     assert answer["model"]["bytes_of_a_token"]["in_host_memory"] == 64 * KIB
-
-
-# Wrong input
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "--trace FILE, --model CONFIG.JSON, or both"),
-        (("--trace", "x"), "--trace needs --kv-bytes-per-token N or --model"),
-        (("--kv-bytes-per-token", "2"), "nothing to size"),
-        (("--model", "x", "--host-memory", "2"), "--host-memory needs --trace FILE"),
-        (("--model", "x", "--device-memory", "2"), "--device-memory needs --trace FILE"),
-        (("--model", "x", "--kv-bytes-per-token", "2"), "one of them"),
-        (("--trace", "/none", "--kv-bytes-per-token", "2"), "/none cannot be read"),
-        (("--model", "/none"), "--model='/none': No such file"),
-    ],
-)
-def test_wrong_input_is_named(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        size.run(arguments_of(*words))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--host-memory", "-1"), "'-1' is not a number of at least 0|expected at least one"),
-        (("--host-memory", "64GB"), "'64GB' is not a number of at least 0"),
-        (("--device-memory", "inf"), "'inf' is not a number"),
-        (("--kv-bytes-per-token", "0"), "'0' is not a number above 0"),
-        (("--agents", "0"), "'0' is not a whole number above 0"),
-        (("--traces", "x"), "did you mean '--trace'"),
-    ],
-)
-def test_wrong_arguments_end_with_2(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        arguments_of(*words)
-    assert end.value.code == 2
-    assert any(each in capsys.readouterr().err for each in message.split("|"))

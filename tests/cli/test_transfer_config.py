@@ -20,9 +20,6 @@ WHOLE: dict[str, Any] = {
 }
 
 
-HALF = "0.50 GiB on each of 2 ranks"
-
-
 def problems(config: Any) -> list[Check]:
     checks, _ = check_transfer_config(read_transfer_config(json.dumps(config)), Ranks(1, 1))
     return [check for check in checks if check.status is not Status.OK]
@@ -34,40 +31,44 @@ def test_the_readme_s_configuration_is_ok(tmp_path: Path) -> None:
     given = read_transfer_config(json.dumps(WHOLE))
     assert read_transfer_config(str(file)) == given
     assert given.whole == WHOLE
-    (check,), config = check_transfer_config(given, Ranks(2, 2))
-    assert (check.status, check.found) == (
-        Status.OK,
-        f"{HALF}; those of a NUMA node that have the same KV share it",
-    )
-    assert config is not None
+    assert problems(WHOLE) == []
 
 
-@pytest.mark.parametrize(
-    ("host_copies", "meaning"),
-    [("one", "those of a machine that have the same KV share it"), ("private", "none shares it")],
-)
-def test_copies_of_the_same_kv(host_copies: str, meaning: str) -> None:
-    given = read_transfer_config(
-        json.dumps({"cpu_bytes_to_use": "1GiB", "host_copies": host_copies})
-    )
-    (check,), _ = check_transfer_config(given, Ranks(2, 2))
-    assert check.found == f"{HALF}; {meaning}"
+ON_TWO_NODES = Ranks(16, 8, num_local=8)
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_share_of_each_of_two_nodes() -> None:
-    given = read_transfer_config('{"cpu_bytes_to_use": "80%"}')
-    (check,), _ = check_transfer_config(given, Ranks(16, 8, num_local=8))
-    assert check.found.startswith("10.00 GiB on each of 16 ranks, 8 ranks on this machine")
+@pytest.mark.parametrize(
+    ("extra", "ranks", "found"),
+    [
+        (
+            {"cpu_bytes_to_use": "1GiB"},
+            Ranks(2, 2),
+            "0.50 GiB on each of 2 ranks; those of a NUMA node that have the same KV share it",
+        ),
+        (
+            {"cpu_bytes_to_use": "1GiB", "host_copies": "one"},
+            Ranks(2, 2),
+            "0.50 GiB on each of 2 ranks; those of a machine that have the same KV share it",
+        ),
+        (
+            {"cpu_bytes_to_use": "80%", "host_copies": "private"},
+            ON_TWO_NODES,
+            "10.00 GiB on each of 16 ranks, 8 ranks on this machine; none shares it",
+        ),
+        ({"num_cpu_blocks": 64}, Ranks(1, 1), "64 host blocks on each of 1 ranks"),
+    ],
+)
+def test_what_each_rank_has(extra: dict[str, Any], ranks: Ranks, found: str) -> None:
+    given = read_transfer_config(json.dumps(extra))
+    (check,), config = check_transfer_config(given, ranks)
+    assert (given.whole, check.status, check.found) == (None, Status.OK, found)
+    assert config is not None
 
 
-def test_extra_config_alone() -> None:
-    given = read_transfer_config('{"num_cpu_blocks": 64, "enable_cross_layers_blocks": "true"}')
-    assert given.whole is None
-    (ignored, check), _ = check_transfer_config(given, Ranks(1, 1))
-    assert ignored.status is Status.WARNING
-    assert ignored.found == "enable_cross_layers_blocks"
-    assert check.found == "64 host blocks on each of 1 ranks"
+def test_ignored_keys() -> None:
+    (ignored,) = problems({"num_cpu_blocks": 64, "enable_cross_layers_blocks": "true"})
+    assert (ignored.status, ignored.found) == (Status.WARNING, "enable_cross_layers_blocks")
 
 
 def test_the_entry_of_a_multi_connector() -> None:

@@ -34,3 +34,14 @@ def drive(no_thread_left: None) -> Iterator[MakeDriver]:
     yield make
     for driver in drivers:
         driver.world.close()
+
+
+@pytest.fixture
+def roomy(drive: MakeDriver) -> MakeDriver:
+    """Drivers with a tier for all blocks, whose device has 40 blocks of each group."""
+
+    def make(windows: tuple[int, ...] = (0,), **shape: Any) -> Driver:
+        sizes = {"num_device_blocks": 40 * len(windows), "num_host_blocks": 400}
+        return drive(windows=windows, **sizes | shape)
+
+    return make

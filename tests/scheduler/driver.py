@@ -1,7 +1,6 @@
 """Driver: a world in which a test runs each copy."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -124,16 +123,13 @@ class Driver:
         for family in range(first, first + num_requests):
             self.serve(f"fill {family}", prompt(21, family))
 
+    def evict_all(self, first: int = 50) -> None:
+        """Serve requests until a device of 40 blocks a group has evicted all earlier blocks."""
+        self.fill(8 * len(self.world.shape.windows), first)
+
     def empty_device_cache(self) -> None:
         """Empty the device's prefix cache. No request may be running."""
         assert self.world.reset(tier=False)
-
-    @contextmanager
-    def full_device(self) -> Iterator[None]:
-        """A device without a free block."""
-        taken = self.device_pool.get_new_blocks(self.device_pool.get_num_free_blocks())
-        yield
-        self.device_pool.free_blocks(taken)
 
     # Time
 

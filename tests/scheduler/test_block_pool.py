@@ -1,7 +1,6 @@
 """block_pool: each function leaves the pool as vLLM's own methods do, link by link."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -159,26 +158,6 @@ def test_all_contents_are_evicted(filled: int, held: list[int], queued: int, inn
     twins.do(evict_all, evict_each)
     assert removed == [keys] * bool(keys)
     assert not cached
-
-
-@given(COUNT, COUNT, COUNT)
-def test_a_queue_is_moved_in_one_piece(filled: int, first: int, second: int) -> None:
-    twins = Twins(filled)
-    second = min(second, NUM_BLOCKS - first)
-
-    def move(pool: BlockPool, blocks: object, append_all: Callable[..., None]) -> None:
-        queue, other = FreeKVCacheBlockQueue([]), FreeKVCacheBlockQueue([])
-        queue.append_n(pool.free_block_queue.popleft_n(first))
-        other.append_n(pool.free_block_queue.popleft_n(second))
-        append_all(queue, other)
-        assert (queue.num_free_blocks, other.num_free_blocks) == (first + second, 0)
-        assert not other.get_all_free_blocks()
-        append_all(pool.free_block_queue, queue)
-
-    def append_n(queue: FreeKVCacheBlockQueue, other: FreeKVCacheBlockQueue) -> None:
-        queue.append_n(other.popleft_n(other.num_free_blocks))
-
-    twins.do(partial(move, append_all=block_pool.append_all), partial(move, append_all=append_n))
 
 
 @given(COUNT, st.sets(st.integers(0, NUM_BLOCKS)))

@@ -47,16 +47,6 @@ def test_the_turn_before_the_last_hit_makes_room_first(drive: MakeDriver, on_dev
     assert [begins(driver, history) for history in others] == before
 
 
-def test_a_turn_from_which_two_went_on_stays(drive: MakeDriver) -> None:
-    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=70)
-    first = turn(driver, "first", prompt(16), 3)
-    branches = [turn(driver, f"branch {family}", first, family) for family in (4, 5)]
-    for family, history in enumerate(branches, 6):
-        turn(driver, f"next {family}", history, family)
-    evict_some(driver)
-    assert begins(driver, first) == len(first) // 4 * 4
-
-
 def test_earlier_turns_make_room_for_their_own_session(drive: MakeDriver) -> None:
     """Although the device still has what they left."""
     driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=40)

@@ -23,21 +23,34 @@ def make_driver(drive: MakeDriver, **shape: Any) -> tuple[Driver, Ledger]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int, is_announced: bool) -> None:
     """Blocks are counted once, bytes on each rank."""
     driver, counted = make_driver(drive, num_ranks=num_ranks)
     block_bytes = driver.world.shape.block_bytes()
     driver.serve("r", THREE)
-    assert counted(metrics.STORED) == 3
+    assert counted(metrics.CAPACITY) == 40
+    assert counted(metrics.HOST_BYTES) == 41 * block_bytes * num_ranks
+    assert counted(metrics.STORED) == counted(metrics.USED) == 3
+    assert counted(metrics.PINNED) == 0
     assert counted(metrics.BYTES, "store", "host") == 3 * block_bytes * num_ranks
     assert counted(metrics.LOOKUPS, "miss") == 1
     driver.empty_device_cache()
-    driver.serve("s", [*THREE, 1])
+    driver.start("s", [*THREE, 1])
+    driver.step()
+    assert counted(metrics.PINNED) == 3
+    if is_announced:
+        for rank in range(num_ranks):
+            driver.announce(rank=rank)
+        driver.step(2)
+    driver.run()
+    assert counted(metrics.PINNED) == 0
     assert counted(metrics.LOADED) == 3
     assert counted(metrics.PROMPT_TOKENS, "host") == 3 * BLOCK_SIZE
     assert counted(metrics.LOOKUPS, "hit") == 1
     assert counted(metrics.LOOKUPS) == 2
-    assert counted(metrics.LOADS, "async") == counted(metrics.LOADS) == 1
+    how = "sync" if is_announced else "async"
+    assert counted(metrics.LOADS, how) == counted(metrics.LOADS) == 1
     assert counted(metrics.BYTES, "load", "host") == 3 * block_bytes * num_ranks
     assert counted(metrics.BYTES) == 6 * block_bytes * num_ranks
     for direction in ("load", "store"):
@@ -45,34 +58,6 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
             assert len(counted.samples(name, direction)) == num_ranks
             assert min(counted.samples(name, direction)) >= 0
     assert counted(metrics.FAILED) == counted(metrics.DROPPED) == counted(metrics.EVICTED) == 0
-
-
-@pytest.mark.parametrize("kv_events", [False, True])
-def test_blocks_in_the_tier_are_skipped(drive: MakeDriver, kv_events: bool) -> None:
-    """Blocks that the device got once more: loaded, or computed again."""
-    driver, counted = make_driver(drive, kv_events=kv_events)
-    driver.serve("r", THREE)
-    driver.serve("s", THREE)  # the device still has all but the last
-    assert counted(metrics.SKIPPED) == 1
-    driver.empty_device_cache()
-    driver.serve("t", [*THREE, *prompt(2 * BLOCK_SIZE, family=1)], max_tokens=9)
-    assert counted(metrics.SKIPPED, "already_stored") == counted(metrics.SKIPPED) == 1 + 3
-    assert counted(metrics.STORED) == 3 + 4
-
-
-def test_gauges_of_the_tier(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive, num_host_blocks=7)
-    driver.serve("r", THREE)
-    assert counted(metrics.CAPACITY) == 6
-    assert counted(metrics.HOST_BYTES) == 7 * driver.world.shape.block_bytes()
-    assert counted(metrics.USED) == 3
-    assert counted(metrics.PINNED) == 0
-    driver.empty_device_cache()
-    driver.start("s", [*THREE, 1])
-    driver.step()
-    assert counted(metrics.PINNED) == 3
-    driver.run()
-    assert counted(metrics.PINNED) == 0
 
 
 def test_evictions(drive: MakeDriver) -> None:
@@ -92,13 +77,6 @@ def test_evictions(drive: MakeDriver) -> None:
     driver.serve("u", [1])
     assert counted(metrics.EVICTED, "reset") == 3
     assert counted(metrics.USED) == 0
-
-
-def test_evictions_of_a_tier_that_has_what_the_device_has(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive, lazy=False, num_host_blocks=5)
-    driver.serve("r", THREE)
-    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
-    assert counted(metrics.EVICTED, "lru") == counted(metrics.EVICTED) == 2
 
 
 @pytest.mark.parametrize("lazy", [None, True, False])
@@ -129,14 +107,19 @@ def test_refused_blocks_are_counted_once_when_they_are_complete(
     assert counted(metrics.DROPPED) == counted(metrics.STORED) == 0
 
 
-def test_a_failed_store(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("reason", ["copy_failed", "reset"])
+def test_a_store_that_is_dropped_in_flight(drive: MakeDriver, reason: str) -> None:
     driver, counted = make_driver(drive, num_ranks=2)
     driver.start("r", THREE)
     driver.step(3)
-    driver.copy(STORE, rank=0, fail=True)
+    if reason == "reset":
+        driver.scheduler.reset_cache()
+    else:
+        driver.copy(STORE, rank=0, fail=True)
     driver.run()
-    assert counted(metrics.DROPPED, "copy_failed") == 3
-    assert counted(metrics.FAILED, "store", "copy_error") == counted(metrics.FAILED) == 1
+    assert counted(metrics.DROPPED, reason) == counted(metrics.DROPPED) == 3
+    num_failed = 1 if reason == "copy_failed" else 0
+    assert counted(metrics.FAILED, "store", "copy_error") == counted(metrics.FAILED) == num_failed
     assert counted(metrics.STORED) == 0
 
 
@@ -144,28 +127,14 @@ def test_a_failed_load(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
     driver.serve("r", THREE)
     driver.empty_device_cache()
-    for turn in range(2):
-        driver.start(f"s{turn}", [*THREE, 1])
-        driver.step()
-        driver.copy(LOAD, fail=True)
-        driver.run()
-        driver.empty_device_cache()
-        failures = turn + 1
-        assert counted(metrics.FAILED, "load", "copy_error") == failures
-        assert counted(metrics.FAILED) == failures
-        assert counted(metrics.EVICTED, "load_failed") == 3 * failures
+    driver.start("s", [*THREE, 1])
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.run()
+    assert counted(metrics.FAILED, "load", "copy_error") == counted(metrics.FAILED) == 1
+    assert counted(metrics.EVICTED, "load_failed") == 3
     assert counted(metrics.LOADED) == 0
     assert counted(metrics.BYTES, "load", "host") == 0
-
-
-def test_a_reset_in_flight(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive)
-    driver.start("r", THREE)
-    driver.step(3)
-    driver.scheduler.reset_cache()
-    driver.run()
-    assert counted(metrics.DROPPED, "reset") == 3
-    assert counted(metrics.STORED) == 0
 
 
 def test_a_block_whose_contents_came_another_way_is_obsolete() -> None:
@@ -179,15 +148,3 @@ def test_a_block_whose_contents_came_another_way_is_obsolete() -> None:
     stores.on_ended(Ended(transfer.id, ok=True))
     counted.add(meter.drain())
     assert counted(metrics.DROPPED, "obsolete") == counted(metrics.DROPPED) == 1
-
-
-def test_an_announced_load_is_sync(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive)
-    driver.serve("r", THREE)
-    driver.empty_device_cache()
-    driver.start("s", [*THREE, 1])
-    driver.step()
-    driver.announce()
-    driver.step(2)
-    driver.run()
-    assert counted(metrics.LOADS, "sync") == counted(metrics.LOADS) == 1

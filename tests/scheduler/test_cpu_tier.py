@@ -1,7 +1,6 @@
 """CpuTier: one scene for each promise. ``test_cpu_tier_machine.py`` has all orders of calls."""
 
 import gc
-from collections.abc import Iterator
 from string import ascii_uppercase
 
 import numpy as np
@@ -14,7 +13,6 @@ from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
     blocks,
-    commit,
     contents,
     duplicates,
     get,
@@ -31,7 +29,7 @@ from tests.scheduler.tiers import (
     settle,
     store,
 )
-from tests.simulation.integrity import check_tier, groups_of, pool_of
+from tests.simulation.integrity import check_tier, groups_of
 
 INCLUSIVE = pytest.mark.parametrize(
     ("windows", "num_sub_blocks"), [((0, 0), 1), ((0, 8), 1), ((8,), 1), ((0,), 2)], ids=str
@@ -72,11 +70,6 @@ def reserve(tier: CpuTier, chain: str) -> None:
     check_tier(tier)
 
 
-def unreserve(tier: CpuTier, chain: str) -> None:
-    tier.unreserve([key(name) for name in prefixes(chain)])
-    check_tier(tier)
-
-
 def release(tier: CpuTier, chain: str) -> None:
     tier.release([key(name) for name in prefixes(chain)])
     check_tier(tier)
@@ -104,34 +97,17 @@ def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
 
 
 def test_duplicates_beyond_their_share_leave_first() -> None:
-    """The others stay while contents leave that nothing else has. Then they leave too, but before
-    reserved ones."""
+    """But not before empty blocks. The others stay while contents leave that nothing else has. Then
+    they leave too, but before reserved ones."""
     tier = make_tier(16)
     store(tier, "abcdefgh", "xy")
     store(tier, "pqrst", on_device=True)
     hit(tier, "ab")
     reserve(tier, "xy")
-    assert leave(tier) == [
-        "pqrst",
-        "pqrs",
-        *prefixes("abcdefgh")[:1:-1],
-        "ab",
-        "a",
-        "pqr",
-        "pq",
-        "p",
-        "xy",
-        "x",
-    ]
-
-
-def test_duplicates_stay_while_empty_blocks_are_there() -> None:
-    tier = make_tier(16)
-    store(tier, "abcdefgh", on_device=True)
-    store(tier, "pqrstuvw")
-    assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("pqrstuvw")}
-    assert len(tier.allocate(2)) == 2
-    assert contents(tier) == {*prefixes("abcdef"), *prefixes("pqrstuvw")}
+    assert tier.num_empty == len(tier.allocate(1)) == 1
+    assert len(contents(tier)) == 15
+    others = [*prefixes("abcdefgh")[:1:-1], "ab", "a"]
+    assert leave(tier) == ["pqrst", "pqrs", *others, "pqr", "pq", "p", "xy", "x"]
 
 
 def test_what_the_device_got_last_is_the_first_duplicate_to_leave() -> None:
@@ -161,38 +137,18 @@ def test_what_the_device_loses_becomes_the_most_recently_used(is_hit: bool) -> N
 
 
 def test_what_the_device_loses_twice_is_as_recent_as_the_second_time() -> None:
-    """It has got it again meanwhile, for a request."""
+    """It has got it again meanwhile, for a request. Another block it still has."""
     tier = make_tier(8)
     store(tier, "ab", "xy", "pq", on_device=True)
     for chain in ("ab", "xy"):
         device_loses(tier, chain)
     assert device_gets(tier, "a") == ["a"]
+    assert device_gets(tier, "x") == ["x"]
     for chain in ("pq", "a"):
         device_loses(tier, chain)
-    assert duplicates(tier) == set()
+    assert duplicates(tier) == {"x"}
     settle(tier)
-    assert queues(tier) == [["", "", "ab", "xy", "x", "pq", "p"], ["a"], []]
-
-
-def test_what_the_device_has_got_again_stays_a_duplicate() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", on_device=True)
-    device_loses(tier, "ab")
-    device_gets(tier, "a")
-    settle(tier)
-    assert duplicates(tier) == {"a"}
-    assert queues(tier) == [[""] * 6 + ["ab"], [], ["a"]]
-
-
-def test_blocks_that_have_other_contents_now_do_not_move() -> None:
-    tier = make_tier(2)
-    store(tier, "ab", on_device=True)
-    device_loses(tier, "ab")
-    tier.drop(blocks(tier, "ab"))
-    check_tier(tier)
-    store(tier, "x", on_device=True)
-    settle(tier)
-    assert queues(tier) == [[""], [], ["x"]]
+    assert queues(tier) == [["", "", "ab", "xy", "pq", "p"], ["a"], ["x"]]
 
 
 def test_a_reset_of_the_device_ends_all_duplicates() -> None:
@@ -221,34 +177,6 @@ def test_losses_move_at_last_although_nothing_is_evicted() -> None:
         tier.device_lost(ids(tier, "xyz", "xy", "x"), np.zeros(3, np.bool_))
         check_tier(tier)
     assert queues(tier) == [["", "", "abc", "ab", "a"], ["xyz", "xy", "x"], []]
-
-
-def test_losses_move_when_a_block_must_leave() -> None:
-    """Not while blocks are empty."""
-    tier = make_tier(16)
-    store(tier, "abcdefghijkl", on_device=True)
-    tier.device_lost(ids(tier, *prefixes("abcdefghijkl")[:2:-1]), np.zeros(9, np.bool_))
-    tier.allocate(4)
-    assert queues(tier)[2] == prefixes("abcdefghijkl")[::-1]
-    tier.allocate(1)
-    check_tier(tier)
-    assert queues(tier) == [prefixes("abcdefghijk")[:2:-1], [], ["abc", "ab", "a"]]
-
-
-def test_a_pinned_block_changes_its_segment_too() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "xy", "pq")
-    pins = [*blocks(tier, "ab"), *blocks(tier, "xy"), *blocks(tier, "pq")]
-    tier.pin(pins)
-    assert device_gets(tier, "ab") == ["a", "ab"]
-    assert device_gets(tier, "xy") == ["x", "xy"]
-    reserve(tier, "p")
-    device_loses(tier, "ab")
-    assert (protected(tier), duplicates(tier)) == ({"a", "ab", "pq"}, {"x", "xy"})
-    tier.unpin(pins)
-    check_tier(tier)
-    assert queues(tier) == [["", ""], ["pq", "ab", "a"], ["xy", "x"]]
-    assert reserved(tier) == ["p"]
 
 
 def test_hit_blocks_outlive_others_but_not_for_ever() -> None:
@@ -280,20 +208,13 @@ def test_renewed_blocks_are_the_last_of_their_segment() -> None:
     assert pin.ref_cnt == 1
 
 
-def test_touched_blocks_are_protected() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "xy")
-    tier.touch([key("a"), key("ab"), key("abc")])
-    check_tier(tier)
-    assert leave(tier) == ["xy", "x", "ab", "a"]
-
-
 # What leaves last, and what leaves first
 
 
 @pytest.mark.proves("I9")
 def test_reserved_blocks_leave_last_and_released_ones_first_each_tail_first() -> None:
-    """Of reserved ones, those that were reserved last leave first."""
+    """Of reserved ones, those that were reserved last leave first. A release leaves alone what is
+    reserved, in use, or on the device."""
     tier = make_tier(16)
     store(tier, "rst", "abc", "pq", "ef", "xy")
     store(tier, "mn", on_device=True)
@@ -301,7 +222,11 @@ def test_reserved_blocks_leave_last_and_released_ones_first_each_tail_first() ->
     reserve(tier, "ef")
     release(tier, "xy")
     release(tier, "rst")
-    hit(tier, "pq")
+    pins = blocks(tier, "pq")
+    tier.pin(pins)
+    for chain in ("abc", "mn", "pq"):
+        release(tier, chain)
+    tier.unpin(pins)
     left = ["rst", "rs", "r", "xy", "x", "pq", "p", "mn", "m", "ef", "e", "abc", "ab", "a"]
     assert leave(tier) == left
 
@@ -314,62 +239,6 @@ def test_what_is_released_leaves_before_what_was_just_hit() -> None:
     store(tier, "xyz")
     release(tier, "xyz")
     assert leave(tier) == ["xyz", "xy", "x", "f", "g", "i", "j", "h"]
-
-
-def test_reservations_are_counted() -> None:
-    """Contents are reserved until the last call is called off. Then they are as if hit now."""
-    tier = make_tier(8)
-    store(tier, "ab", "xy", "p")
-    hit(tier, "xy")
-    reserve(tier, "a")
-    reserve(tier, "ab")
-    assert tier.num_reserved == 2
-    unreserve(tier, "ab")
-    assert (reserved(tier), tier.num_reserved) == (["a"], 1)
-    unreserve(tier, "a")
-    assert tier.num_reserved == 0
-    assert leave(tier) == ["p", "xy", "x", "ab", "a"]
-
-
-def test_what_the_tier_gets_later_is_reserved_too() -> None:
-    tier = make_tier(8)
-    reserve(tier, "abc")
-    store(tier, "abc", "xy")
-    assert reserved(tier) == ["abc", "ab", "a"]
-    tier.drop(blocks(tier, "abc"))
-    store(tier, "ab", on_device=True)
-    assert (duplicates(tier), tier.num_reserved) == ({"a", "ab"}, 3)
-    device_loses(tier, "ab")
-    settle(tier)
-    assert reserved(tier) == ["ab", "a"]
-    unreserve(tier, "abc")
-    assert protected(tier) == {"a", "ab"}
-
-
-def test_what_a_request_hits_is_released_no_more_and_reserved_still() -> None:
-    tier = make_tier(16)
-    store(tier, "abc", "xy", "rst")
-    reserve(tier, "abc")
-    release(tier, "rst")
-    hit(tier, "ab", "rs")
-    assert (reserved(tier), protected(tier)) == (["abc", "ab", "a"], {"r", "rs"})
-    assert leave(tier)[:3] == ["rst", "xy", "x"]
-
-
-def test_a_release_leaves_alone_what_is_used_reserved_or_on_the_device() -> None:
-    tier = make_tier(16)
-    store(tier, "pq", "abc", "xyz")
-    store(tier, "mn", on_device=True)
-    hit(tier, "abc")
-    reserve(tier, "xy")
-    pins = blocks(tier, "a")
-    tier.pin(pins)
-    for chain in ("abc", "xyz", "mn"):
-        release(tier, chain)
-    assert queues(tier) == [[""] * 6 + ["xyz", "abc", "ab", "pq", "p"], [], ["mn", "m"]]
-    assert reserved(tier) == ["xy", "x"]
-    tier.unpin(pins)
-    assert protected(tier) == {"a"}
 
 
 # What the device has loaded
@@ -392,38 +261,6 @@ def test_a_hit_is_no_duplicate_until_it_is_loaded() -> None:
     for chain in ("abcde", "xyz"):
         device_loses(tier, chain)
     assert protected(tier) == {*prefixes("abc")}  # requests have hit no others
-
-
-def test_a_hit_of_two_requests_is_free_when_both_have_loaded_it() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    for _ in range(2):
-        tier.pin(pins)
-    for free in ([], ["ab", "a"]):
-        tier.unpin_loaded(pins)
-        check_tier(tier)
-        assert duplicates(tier) == {"a", "ab", "x"}
-        assert queues(tier)[2] == [*free, "x"]
-
-
-def test_a_hit_that_was_not_loaded_is_protected() -> None:
-    """Even if it was a duplicate, as the device had lost it before."""
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    hit(tier, "ab")
-    assert (protected(tier), duplicates(tier)) == ({"a", "ab"}, {"x"})
-
-
-def test_a_loaded_hit_that_was_dropped_meanwhile_is_empty() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    tier.pin(pins)
-    tier.drop(pins[1:])
-    tier.unpin_loaded(pins)
-    check_tier(tier)
-    assert queues(tier) == [[""] * 6, ["a"], ["x"]]
 
 
 @INCLUSIVE
@@ -472,33 +309,25 @@ def test_new_blocks_are_the_next_to_be_allocated_lowest_first() -> None:
     assert [new.block_id for new in tier.allocate(9)] == [4, 5, 2, 3, 1]
 
 
-@pytest.fixture(params=[True, False], ids=["collector on", "collector off"])
-def was_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether the garbage collector is on during the test."""
-    before = gc.isenabled()
-    (gc.enable if request.param else gc.disable)()
-    yield request.param
-    (gc.enable if before else gc.disable)()
-
-
+@pytest.mark.parametrize("is_on", [True, False])
 def test_no_garbage_is_collected_while_blocks_are_made(
-    monkeypatch: pytest.MonkeyPatch, was_enabled: bool
+    monkeypatch: pytest.MonkeyPatch, is_on: bool
 ) -> None:
     """Afterwards the collector is as before, even when memory has run out."""
     seen: list[bool] = []
 
     def make_block(block_id: int) -> KVCacheBlock:
         seen.append(gc.isenabled())
-        if block_id == 9:
-            raise MemoryError
-        return KVCacheBlock(block_id)
+        raise MemoryError
 
-    tier = make_tier(2)
+    tier, before = make_tier(2), gc.isenabled()
     monkeypatch.setattr(block_pool, "KVCacheBlock", make_block)
+    (gc.enable if is_on else gc.disable)()
     with pytest.raises(MemoryError):
         tier.grow(10)
-    assert not any(seen)
-    assert (gc.isenabled(), tier.num_blocks) == (was_enabled, 3)
+    is_on_afterwards = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    assert (seen, is_on_afterwards) == ([False], is_on)
 
 
 # Finding
@@ -520,22 +349,6 @@ def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
             assert tier.lookup(asked, 0, max_tokens)[:2] == expected
 
 
-def test_a_hit_pins_its_blocks() -> None:
-    """By group, parents before children; no blocks that the device has or attention skips."""
-    tier = make_tier(16, windows=(8, 0))
-    for group in (0, 1):
-        store(tier, "abc", group=group)
-    assert tier.lookup(hashes("abc"), 0, 100).blocks[0][0].is_null  # the window is of two blocks
-    hit = tier.lookup(hashes("abcd"), 2 * BLOCK_SIZE, 100)
-    assert names(hit.pins) == ["abc", ""]
-    assert names(hit.pins, group=1) == ["", "abc"]
-    hit = tier.lookup(hashes("abcd"), 0, 100)
-    assert names(hit.pins) == ["ab", "abc", "", "", ""]
-    assert names(hit.pins, group=1) == ["", "", "a", "ab", "abc"]
-    assert tier.lookup(hashes("abcd"), 4 * BLOCK_SIZE, 100).pins == []
-    assert tier.lookup(hashes("xbcd"), 0, 100).pins == []
-
-
 @pytest.mark.parametrize("missing", [66, 3, 0])
 def test_a_long_chain_with_a_gap_ends_there(missing: int) -> None:
     """Behind the gap it goes on for a device that has the blocks before."""
@@ -546,32 +359,3 @@ def test_a_long_chain_with_a_gap_ends_there(missing: int) -> None:
     assert names(tier.lookup(hashes(chain), 0, 400 * BLOCK_SIZE).pins) == prefixes(chain[:missing])
     hit = tier.lookup(hashes(chain), (missing + 1) * BLOCK_SIZE, 400 * BLOCK_SIZE)
     assert names(hit.pins) == prefixes(chain)[missing + 1 :]
-
-
-# Contents
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_only_keys_that_no_block_holds_are_committed(on_device: bool) -> None:
-    """Blocks need no parent in the tier."""
-    tier = make_tier(8)
-    store(tier, "abc")
-    tier.drop(blocks(tier, "ab"))
-    filled = tier.allocate(4)
-    stored = ["abc", "abcd", "xy", "a"]
-    assert commit(tier, filled, stored, on_device=on_device) == [0]
-    check_tier(tier)
-    assert contents(tier) == {"abc", "abcd", "xy", "a"}
-    assert duplicates(tier) == ({"abcd", "xy", "a"} if on_device else set())
-    assert filled[0].block_hash is None
-    assert tier.allocate(1) == filled[:1]
-
-
-def test_dropping_empty_blocks() -> None:
-    tier = make_tier(4)
-    store(tier, "a")
-    [held] = tier.allocate(1)
-    tier.drop([held, pool_of(tier).blocks[-1]])
-    assert contents(tier) == {"a"}
-    assert held.ref_cnt == 1
-    check_tier(tier)

@@ -29,37 +29,6 @@ def test_the_device_keeps_the_prompts_of_late(
     assert kept == [0] * 4 + [kept[4]] + [5] * 5
 
 
-def test_an_idle_engine_stores_all_that_there_is_room_for(drive: MakeDriver) -> None:
-    driver = drive(
-        max_num_batched_tokens=8, max_num_seqs=2, num_device_blocks=80, num_host_blocks=80
-    )
-    tokens = driver.serve("a", prompt(60), max_tokens=8)
-    assert driver.num_kept == (len(tokens) - 1) // 4
-
-
-def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(drive: MakeDriver) -> None:
-    """In one step, a running request gets the last block of the prefix, and a new request others.
-    The head of the prefix still leaves last."""
-    driver = drive(num_device_blocks=40)
-    running = driver.start("running", prompt(10, family=1), max_tokens=60)
-    lost = driver.start("lost", prompt(21))
-    while not lost.is_finished() or driver.num_kept < 5:
-        driver.step()
-        driver.copy_all()
-    keys = driver.scheduler.groups.keys(lost.block_hashes, 0)
-    queue = [
-        block.block_hash for block in driver.device_pool.free_block_queue.get_all_free_blocks()
-    ]
-    driver.device_pool.get_new_blocks(queue.index(keys[-1]))
-    driver.step_until(lambda: running.num_computed_tokens % 4 == 0)
-    driver.start("new", prompt(10, family=2))
-    driver.step()
-    leaving: list[object] = []
-    while driver.tier.allocate(1):
-        leaving += [key for key in keys if not driver.tier.has(key) and key not in leaving]
-    assert leaving == keys[::-1]
-
-
 @pytest.mark.parametrize("num_lost", [1, 6])
 def test_blocks_return_to_their_place_although_the_scan_starts_over(
     drive: MakeDriver, num_lost: int

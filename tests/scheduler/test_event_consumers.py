@@ -46,21 +46,20 @@ INDEXER = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(s
 class Published:
     """The events of a driver's engine as vLLM's ZMQ publisher writes them, one payload a step.
 
-    Hashes are whole ones in these worlds (tests/simulation/router.py). Unless ``whole_hashes``,
-    they are published as vLLM does by default: as 64 bits of each.
+    Hashes are whole ones in these worlds (tests/simulation/router.py). They are published as vLLM
+    does by default: as 64 bits of each.
     """
 
-    def __init__(self, driver: Driver, *, whole_hashes: bool = False) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.payloads: list[bytes] = []
         apply = driver.world.router.publish
 
         def publish(batch: Any) -> None:
             apply(batch)
-            fields = plain(batch)
-            if not whole_hashes:
-                for event in fields[1]:
-                    if event["type"] != "AllBlocksCleared":
-                        shorten_hashes(event)
+            fields = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
+            for event in fields[1]:
+                if event["type"] != "AllBlocksCleared":
+                    shorten_hashes(event)
             self.payloads.append(msgspec.msgpack.encode([*fields[:2], 0]))
 
         driver.world.router.publish = publish  # type: ignore[method-assign]
@@ -68,12 +67,6 @@ class Published:
     def take(self) -> list[bytes]:
         payloads, self.payloads = self.payloads, []
         return payloads
-
-
-def plain(batch: Any) -> list[Any]:
-    """The batch as msgpack carries it, in plain Python objects."""
-    decoded: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
-    return decoded
 
 
 def shorten_hashes(event: dict[str, Any]) -> None:
@@ -138,12 +131,9 @@ def check_place(event: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("whole_hashes", [False, True])
-def test_events_have_what_decoders_need(
-    drive: MakeDriver, shape: dict[str, Any], whole_hashes: bool
-) -> None:
+def test_events_have_what_decoders_need(drive: MakeDriver, shape: dict[str, Any]) -> None:
     driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200, "kv_events": True} | shape)
-    published = Published(driver, whole_hashes=whole_hashes)
+    published = Published(driver)
     start(driver, "adapter", [*PROMPT, 1], "talk")
     driver.run()
     driver.serve("first", [*LONGER, 1])

@@ -48,20 +48,6 @@ def test_with_several_groups_too(drive: MakeDriver, on_device: bool) -> None:
 
 
 @SETTINGS
-def test_a_conversation_outlives_prompts_that_come_once(
-    drive: MakeDriver, lazy: bool | None
-) -> None:
-    driver = drive(lazy=lazy, num_host_blocks=31, num_device_blocks=24)
-    history = driver.serve("a0", prompt(16), max_tokens=8)
-    driver.fill(4, first=100)
-    for turn in range(1, 4):
-        history = driver.serve(f"a{turn}", [*history, *prompt(4, family=turn)], max_tokens=4)
-        driver.fill(4, first=200 + 10 * turn)
-    driver.fill(3, first=300)
-    assert driver.found(history) > driver.found(prompt(21, family=230))  # which came later
-
-
-@SETTINGS
 def test_what_a_session_s_later_input_overwrites_is_no_duplicate(
     drive: MakeDriver, lazy: bool | None
 ) -> None:

@@ -71,16 +71,3 @@ def test_an_inner_key_comes_and_leaves_with_its_block(way: str) -> None:
         tier.drop([block(tier, "ab")])
     assert get(tier, key("inside")) is None
     check_tier(tier)
-
-
-def test_an_inner_key_of_two_blocks() -> None:
-    """Two prompts end alike inside a block, and go on differently."""
-    tier = make_tier(8)
-    assert commit(tier, tier.allocate(2), "ab", inner_keys=[[key("inside")]] * 2) == []
-    check_tier(tier)
-    second = block(tier, "b")
-    tier.drop([block(tier, "a")])
-    assert get(tier, key("inside")) is second
-    tier.drop([second])
-    assert get(tier, key("inside")) is None
-    check_tier(tier)

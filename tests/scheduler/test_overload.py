@@ -131,20 +131,6 @@ def test_while_the_tier_has_empty_blocks_all_is_stored(
 
 
 @SHAPES
-def test_what_was_bypassed_is_stored_when_another_request_hits_it(
-    drive: MakeDriver, shape: dict[str, Any]
-) -> None:
-    """The device still has the contents of one of two requests."""
-    driver = in_overload(drive, **shape)
-    driver.fill(40, first=0)
-    for name, family in (("a", 60), ("b", 61), ("a again", 60)):
-        driver.serve(name, prompt(25, family))
-    driver.fill(30, first=62)
-    assert driver.found(prompt(25, 61)) == 0
-    assert driver.found(prompt(25, 60)) >= 20
-
-
-@SHAPES
 @pytest.mark.parametrize(
     ("admitted", "same_step"), [(None, False), (0, False), (1, False), (None, True)]
 )
@@ -158,7 +144,9 @@ def test_what_two_requests_compute_one_after_the_other_is_stored(
     ``admitted``: the request that chance admits."""
     driver = in_overload(drive, **shape)
     driver.fill(40, first=0)
-    admit_only(driver, admitted)
+    reuse: Any = driver.scheduler._policy._reuse
+    numbers = count()
+    reuse.admits_next = lambda: next(numbers) == admitted
     driver.start("a", prompt(25, 60))
     if not same_step:
         driver.step()
@@ -166,10 +154,3 @@ def test_what_two_requests_compute_one_after_the_other_is_stored(
     driver.run()
     driver.fill(30, first=62)
     assert driver.found(prompt(25, 60)) >= 20
-
-
-def admit_only(driver: Driver, *places: int | None) -> None:
-    """Let chance admit the requests at these places from now on, and no others."""
-    reuse: Any = driver.scheduler._policy._reuse
-    numbers = count()
-    reuse.admits_next = lambda: next(numbers) in places

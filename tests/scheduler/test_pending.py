@@ -12,21 +12,6 @@ def is_pending(driver: Driver) -> tuple[bool, bool]:
     return connector.has_pending_push_work(), connector.has_pending_block_frees()
 
 
-def test_the_engine_goes_on_until_the_stores_have_drained(drive: MakeDriver) -> None:
-    driver = drive(num_ranks=2, lazy=False)
-    assert is_pending(driver) == (False, False)
-    driver.start("a", prompt(17))
-    driver.step_until(lambda: "a" not in driver.world.requests)
-    for rank in range(2):
-        assert is_pending(driver) == (True, True)
-        assert driver.world.scheduler.has_requests()
-        driver.step(3)
-        driver.copy(STORE, rank)
-    driver.step()
-    assert is_pending(driver) == (False, False)
-    assert not driver.world.scheduler.has_requests()
-
-
 def test_an_admitted_load_whose_request_has_ended_frees_its_blocks(drive: MakeDriver) -> None:
     driver = drive(async_scheduling=True, kv_role="kv_producer")
     driver.serve("a", prompt(17))

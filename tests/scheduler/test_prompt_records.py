@@ -109,18 +109,6 @@ def test_a_load_that_fails_is_not_found(drive: MakeDriver) -> None:
     assert driver.world.ledger(metrics.LOOKUPS, "hit") == 0
 
 
-def test_a_hit_that_the_device_has_no_room_for(drive: MakeDriver) -> None:
-    """vLLM keeps some blocks free beside a load, for drafts. Here a prompt has room without."""
-    driver = drive(
-        num_drafted=7, num_device_blocks=15, max_model_len=55, num_host_blocks=100, lazy=False
-    )
-    driver.serve("first", prompt(53))
-    driver.empty_device_cache()
-    found = missed(driver, "second", prompt(53), wishes=REPORT)
-    assert found == {"no_room": 52, "prompt_end": 1}
-    assert driver.world.first_missing["second"] == {"token": 0, "reason": "no_room"}
-
-
 def test_a_window_that_is_missing(drive: MakeDriver) -> None:
     """The attention blocks of the shorter prompt are there, and not the window at its end."""
     driver = drive(windows=(0, 8))

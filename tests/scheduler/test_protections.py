@@ -31,10 +31,6 @@ class Scene:
         """A request wants no more of it."""
         self._protections.end(session.encode())
 
-    def clear(self) -> None:
-        """End all wishes."""
-        self._protections.clear()
-
     def at(self, now: float) -> set[str]:
         """What is protected after a step at this time."""
         self.now = now
@@ -71,13 +67,6 @@ def test_what_two_sessions_want_is_protected_until_both_have_ended() -> None:
     assert scene.at(9) == set()
 
 
-def test_the_tier_may_get_it_later() -> None:
-    scene = Scene()
-    scene.wish("one", 5, "ab")
-    store(scene.tier, "abc")
-    assert scene.at(1) == chains("ab")
-
-
 def test_beyond_the_share_the_session_ends_that_wished_nothing_for_longest() -> None:
     scene = Scene("ab", "xy", "p")
     scene.wish("one", 60, "ab")
@@ -95,12 +84,3 @@ def test_one_session_gets_the_share_at_most(wishes: Iterable[str]) -> None:
     for chain in wishes:
         scene.wish("one", 60, chain)
     assert scene.at(1) == chains("abcd")
-
-
-def test_a_reset_ends_all() -> None:
-    scene = Scene("ab", "xy")
-    scene.wish("one", 60, "ab")
-    scene.wish("two", 60, "xy")
-    scene.clear()
-    assert scene.at(1) == set()
-    assert scene.tier.num_reserved == 0

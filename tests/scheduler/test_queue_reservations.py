@@ -48,17 +48,6 @@ def test_nothing_stays_without_a_request_in_the_queue(drive: MakeDriver) -> None
     assert driver.found(prompt(NUM_TOKENS, family=1)) == 0
 
 
-def test_a_request_that_is_aborted_reserves_nothing(drive: MakeDriver) -> None:
-    driver = drive(**SHAPE)
-    driver.fill(10, first=1)
-    start(driver, 60, 1)
-    driver.step()
-    assert driver.tier.num_reserved == 5
-    driver.world.abort("queued 1")
-    assert driver.tier.num_reserved == 0
-    driver.run()
-
-
 def test_what_is_reserved_for_two_requests_stays_for_the_second(drive: MakeDriver) -> None:
     """The device loses it in between."""
     driver = drive(**SHAPE)
@@ -89,17 +78,6 @@ def test_a_long_queue_leaves_room_to_others(drive: MakeDriver, setting: dict[str
     driver.step()
     assert 0 < driver.tier.num_reserved <= int(RESERVED_SHARE * driver.tier.max_contents)
     driver.run()
-
-
-def test_a_wish_outlives_the_queue(drive: MakeDriver) -> None:
-    """What is protected stays protected when a request of the queue has hit it."""
-    driver = drive(**SHAPE)
-    driver.serve("first", prompt(NUM_TOKENS, family=1), wishes={"protect": "1h"})
-    driver.fill(10, first=10)
-    start(driver, 60, 1)
-    driver.run()
-    driver.fill(20, first=61)
-    assert driver.found(prompt(NUM_TOKENS, family=1)) == 20
 
 
 # Priorities

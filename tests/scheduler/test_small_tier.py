@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import STORE, Driver, make_request, prompt
+from tests.scheduler.driver import Driver, make_request, prompt
 
 SMALL = pytest.mark.parametrize("num_host_blocks", [2, 4, 9, 14])
 BLOCK = 4
@@ -61,21 +61,6 @@ def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: b
     on_device, together = map(sum, zip(*found[2:], strict=True))
     assert on_device <= 10 * 8
     assert together >= 10 * 12
-
-
-@SMALL
-def test_a_request_outgrows_the_tier_while_its_stores_are_slow(
-    drive: MakeDriver, num_host_blocks: int
-) -> None:
-    driver = drive(lazy=False, num_host_blocks=num_host_blocks, max_num_batched_tokens=4)
-    driver.start("a", prompt(60), max_tokens=8)
-    while driver.world.requests:
-        driver.step(3)
-        if driver.pending(STORE):
-            driver.copy(STORE)
-    driver.run()
-    assert driver.num_kept == num_host_blocks - 1
-    assert driver.num_stored <= 16
 
 
 @pytest.mark.parametrize("lazy", [None, True])

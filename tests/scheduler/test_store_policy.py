@@ -1,7 +1,6 @@
 """The store policies: the tier has a block once the device has evicted it, or at once."""
 
 import gc
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,22 +17,6 @@ LAZY = pytest.mark.parametrize("lazy", [None, True])
 """With one KV cache group, stores come before an eviction."""
 
 
-@pytest.fixture
-def drive(drive: MakeDriver) -> MakeDriver:
-    """Drivers with a tier for all blocks, whose device has 40 blocks of each group."""
-
-    def make(windows: tuple[int, ...] = (0,), **shape: object) -> Driver:
-        roomy = {"num_device_blocks": 40 * len(windows), "num_host_blocks": 400}
-        return drive(windows=windows, **roomy | shape)
-
-    return make
-
-
-def evict_all(driver: Driver) -> None:
-    """Serve requests until the device has evicted all earlier blocks."""
-    driver.fill(8 * len(driver.world.shape.windows))
-
-
 @ASYNC
 @pytest.mark.parametrize(
     ("windows", "lazy"), [((0,), None), ((0,), True), ((0,), False), ((0, 8), None)], ids=str
@@ -43,7 +26,7 @@ def evict_all(driver: Driver) -> None:
     [(17, 1), (15, 1), (15, 2), (13, 4), (1, 8)],
 )
 def test_the_last_full_block_is_kept(
-    drive: MakeDriver,
+    roomy: MakeDriver,
     num_prompt_tokens: int,
     num_output_tokens: int,
     windows: tuple[int, ...],
@@ -52,9 +35,9 @@ def test_the_last_full_block_is_kept(
 ) -> None:
     """The last step may have completed it. It may never get a hash. The last sampled token is not
     computed, so a block that ends with it is not full."""
-    driver = drive(windows, lazy=lazy, async_scheduling=async_scheduling)
+    driver = roomy(windows, lazy=lazy, async_scheduling=async_scheduling)
     history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
-    evict_all(driver)
+    driver.evict_all()
     num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
     assert driver.found([*history, *prompt(4)]) == num_full * 4
     driver.serve("b", [*history, *prompt(4)])
@@ -65,15 +48,15 @@ def test_the_last_full_block_is_kept(
 @ASYNC
 @SETTINGS
 def test_computed_blocks_of_an_aborted_request_are_kept(
-    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
+    roomy: MakeDriver, lazy: bool | None, async_scheduling: bool
 ) -> None:
-    driver = drive(lazy=lazy, max_num_batched_tokens=8, async_scheduling=async_scheduling)
+    driver = roomy(lazy=lazy, max_num_batched_tokens=8, async_scheduling=async_scheduling)
     request = driver.start("a", prompt(60), max_tokens=5)
     driver.step(4)
     num_computed = request.num_computed_tokens
     assert 24 <= num_computed <= 32
     driver.world.abort("a")
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(60)) == num_computed
     driver.serve("b", prompt(60), max_tokens=5)  # the pages have the right contents
 
@@ -81,9 +64,9 @@ def test_computed_blocks_of_an_aborted_request_are_kept(
 @ASYNC
 @pytest.mark.parametrize("lazy", [None, False])
 def test_nothing_is_lost_when_requests_fill_the_device(
-    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
+    roomy: MakeDriver, lazy: bool | None, async_scheduling: bool
 ) -> None:
-    driver = drive(
+    driver = roomy(
         lazy=lazy,
         num_device_blocks=20,
         async_scheduling=async_scheduling,
@@ -100,14 +83,14 @@ def test_nothing_is_lost_when_requests_fill_the_device(
 
 
 @SETTINGS
-def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver, lazy: bool | None) -> None:
-    driver = drive(lazy=lazy, max_num_batched_tokens=64)
+def test_requests_that_share_a_prefix_store_it_once(roomy: MakeDriver, lazy: bool | None) -> None:
+    driver = roomy(lazy=lazy, max_num_batched_tokens=64)
     for name in "abc":
         driver.start(name, prompt(17), max_tokens=3)
     driver.run()
     driver.serve("d", prompt(17), max_tokens=3)
     driver.serve("e", [*prompt(17)[:12], *prompt(9, family=1)])
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(17)) == 16
     assert driver.found([*prompt(17)[:12], *prompt(9, family=1)]) == 20
     assert driver.num_stored == driver.num_kept
@@ -116,10 +99,10 @@ def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver, lazy: boo
 @SETTINGS
 @pytest.mark.parametrize("runs", [False, True])
 def test_blocks_from_before_a_reset_are_not_stored(
-    drive: MakeDriver, lazy: bool | None, runs: bool
+    roomy: MakeDriver, lazy: bool | None, runs: bool
 ) -> None:
     """They come from weights that may have changed. The device may keep them."""
-    driver = drive(lazy=lazy)
+    driver = roomy(lazy=lazy)
     request = driver.start("a", prompt(33), max_tokens=20)
     while request.num_tokens < 40:
         driver.step()
@@ -129,10 +112,10 @@ def test_blocks_from_before_a_reset_are_not_stored(
     driver.scheduler.reset_cache()
     driver.run()
     assert driver.num_kept == 0
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(33)) == 0
     driver.serve("b", prompt(33))
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(33)) == 32
 
 
@@ -145,10 +128,10 @@ def holders(request: Request) -> set[str]:
 @SETTINGS
 @pytest.mark.parametrize("events", [False, True])
 def test_nothing_refers_to_an_ended_request(
-    drive: MakeDriver, events: bool, lazy: bool | None
+    roomy: MakeDriver, events: bool, lazy: bool | None
 ) -> None:
     """Its thousands of tokens take time to free, which no hook should spend."""
-    driver = drive(lazy=lazy, kv_events=events)
+    driver = roomy(lazy=lazy, kv_events=events)
     request = driver.start("a", prompt(17), max_tokens=3)
     driver.step()
     assert holders(request)
@@ -324,18 +307,6 @@ def test_blocks_of_a_running_request_are_stored_in_batches(
     assert [len(store.host_blocks) for step in steps for store in step.stores] == expected
 
 
-@SETTINGS
-def test_hits_on_the_device_are_stored_if_the_tier_lacks_them(
-    drive: MakeDriver, lazy: bool | None
-) -> None:
-    driver = drive(lazy=lazy)
-    driver.serve("a", prompt(17))
-    driver.scheduler.reset_cache()
-    driver.serve("b", prompt(17))
-    driver.fill(8)
-    assert driver.found(prompt(17)) == 16
-
-
 @pytest.mark.parametrize("num_host_blocks", [2, 3, 7, 16, 32])
 @pytest.mark.parametrize(("lazy", "num_states"), [(None, 0), (True, 0), (False, 0), (None, 1)])
 def test_stores_stop_with_a_tier_of_any_size(
@@ -354,66 +325,7 @@ def test_stores_stop_with_a_tier_of_any_size(
     assert num_stored[20] == num_stored[-1] > 0
 
 
-def start_a_store(driver: Driver) -> list[Any]:
-    """Fill the device until a store is in flight. Returns the keys of its blocks."""
-    driver.fill(14, first=1)
-    driver.start("next", prompt(21, family=90))
-    driver.step_until(lambda: driver.pending(STORE))
-    (store,) = driver.pending(STORE)
-    blocks = [driver.device_pool.blocks[block_id] for block_id in store.device_blocks.tolist()]
-    return [block.block_hash for block in blocks]
-
-
-def test_stored_blocks_are_evicted_next(drive: MakeDriver) -> None:
-    """They return to the front of the queue, in their earlier order."""
-    driver = drive(**ROOMY, lazy=True)
-    keys = start_a_store(driver)
-    driver.copy(STORE)
-    driver.step()
-    queue = driver.device_pool.free_block_queue.get_all_free_blocks()
-    front = [block.block_hash for block in queue if block.block_hash is not None][: len(keys)]
-    order = [key for family in range(1, 15) for key in reversed(keys_of(driver, family))]
-    assert front == [key for key in order if key in keys]
-    driver.run()
-    assert driver.num_stored == driver.num_kept  # each key once
-
-
-@LAZY
-def test_a_running_request_goes_on_while_stores_are_slow(
-    drive: MakeDriver, lazy: bool | None
-) -> None:
-    """No store ends, and the device has only blocks that would need a store."""
-    driver = drive(**ROOMY | {"num_host_blocks": 90}, lazy=lazy)
-    driver.fill(30)
-    free = driver.device_pool.free_block_queue.get_all_free_blocks()
-    driver.device_pool.touch(rest := free[45:])
-    request = driver.start("slow", prompt(9, family=45), max_tokens=30)
-    driver.step(40)
-    assert request.is_finished()
-    assert driver.pending(STORE)
-    assert driver.device_pool.get_num_free_blocks() > 0
-    driver.device_pool.free_blocks(rest)
-    driver.run()
-
-
 # Duplicates
-
-
-@LAZY
-def test_duplicates_beyond_their_share_leave_first(drive: MakeDriver, lazy: bool | None) -> None:
-    """What the device got last leaves first. It is stored again when the device loses it."""
-    driver = drive(**CROWDED, lazy=lazy)
-    driver.fill(50, first=1)
-    loaded = range(20, 28)
-    for family in loaded:
-        driver.serve(f"again {family}", prompt(21, family))
-    assert driver.world.num_blocks_loaded == 8 * 5
-    assert counted(driver, metrics.EVICTED, "copy") > 20
-    assert [driver.found(prompt(21, family)) for family in (20, 24)] == [20, 0]
-    assert all(on_device(driver, key) for family in loaded for key in keys_of(driver, family))
-    driver.fill(20, first=61)
-    assert not any(on_device(driver, key) for family in loaded for key in keys_of(driver, family))
-    assert [driver.found(prompt(21, family)) for family in loaded] == [20] * 8
 
 
 @pytest.mark.parametrize("kv_events", [False, True])
@@ -478,24 +390,6 @@ def test_what_only_the_device_has_is_withheld_from_a_new_prompt(
     assert num_lost(driver, *range(1, 41), 90) == counted(driver, metrics.DROPPED) == 0
 
 
-@ASYNC
-def test_a_load_waits_once_the_device_has_room_for_it(
-    drive: MakeDriver, async_scheduling: bool
-) -> None:
-    """What it would evict then belongs to the request that has made the room."""
-    driver = drive(**BIG | {"max_num_seqs": 2}, async_scheduling=async_scheduling)
-    driver.serve("before", prompt(101))
-    driver.fill(20, first=1)
-    busy = driver.start("busy", prompt(81, family=90), max_tokens=30)
-    while not busy.num_output_tokens:
-        driver.step()
-        driver.copy_all()
-    driver.start("big", prompt(101))
-    driver.run()
-    assert driver.world.num_blocks_loaded == 25
-    assert num_lost(driver, *range(1, 21), 90) == counted(driver, metrics.DROPPED) == 0
-
-
 def test_two_loads_in_a_step_do_not_count_on_the_same_safe_blocks(drive: MakeDriver) -> None:
     driver = drive(**BIG | {"max_num_seqs": 2})
     families = (70, 71)
@@ -530,18 +424,6 @@ def test_a_waiting_request_is_answered_when_the_stores_have_ended(
     assert driver.pending(LOAD) or driver.world.num_blocks_loaded == 25
     driver.run()
     assert driver.world.num_blocks_loaded == 25
-
-
-def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(drive: MakeDriver) -> None:
-    driver = drive(**BIG)
-    start_a_big_load(driver)
-    driver.step(2)
-    assert driver.pending(STORE)
-    assert not driver.pending(LOAD)
-    driver.world.abort("big")
-    driver.run()
-    driver.serve("big", prompt(5, family=70))  # the same name does not wait
-    assert driver.world.num_blocks_loaded == 0
 
 
 # At once
@@ -583,12 +465,12 @@ def test_each_block_is_stored_with_the_step_that_completes_it(
 
 
 def test_lazy_stores_are_for_models_with_one_group(
-    drive: MakeDriver, caplog: pytest.LogCaptureFixture
+    roomy: MakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     warning = "lazy_offload=True is for models with one KV cache group"
     for shape in ({}, {"windows": (0, 8)}, {"num_sub_blocks": 2}):
         caplog.clear()
-        drive(lazy=True, **shape)
+        roomy(lazy=True, **shape)
         assert (warning in caplog.text) == bool(shape)
 
 
@@ -630,7 +512,9 @@ def test_a_store_that_failed_is_not_tried_again(drive: MakeDriver, lazy: bool | 
         driver.start("a", prompt(21, family=1))
         driver.step_until(lambda: driver.pending(STORE))
     else:
-        start_a_store(driver)
+        driver.fill(14, first=1)
+        driver.start("next", prompt(21, family=90))
+        driver.step_until(lambda: driver.pending(STORE))
     num_blocks = len(driver.pending(STORE)[0].host_blocks)
     driver.copy(STORE, fail=True)
     driver.run()
@@ -659,23 +543,6 @@ def test_a_failed_store_is_tried_again_when_a_request_hits_its_blocks(
     driver.serve("again", prompt(21, family=1))
     assert (driver.num_stored, driver.num_kept) == (20, 15)
     assert driver.world.num_blocks_loaded == 0  # they were hit on the device
-
-
-@LAZY
-def test_failed_stores_are_not_tried_in_each_step(drive: MakeDriver, lazy: bool | None) -> None:
-    """Although the scan starts anew in each step, since the tier is full."""
-    driver = drive(**ROOMY | {"num_host_blocks": 7}, lazy=lazy)
-    driver.fill(14, first=1)
-    tries: Counter[Any] = Counter()
-    for family in range(15, 20):
-        driver.start(f"f{family}", prompt(21, family))
-        for _ in range(12):
-            driver.step()
-            for store in driver.pending(STORE):
-                tries.update(driver.device_pool.blocks[i].block_hash for i in store.device_blocks)
-                driver.copy(STORE, fail=True)
-    assert tries
-    assert set(tries.values()) == {1}
 
 
 @SETTINGS

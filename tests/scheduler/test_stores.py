@@ -44,30 +44,6 @@ def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int,
     assert driver.world.num_blocks_loaded == 4 * len(order)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
-def test_blocks_on_their_way_are_not_stored_again(
-    drive: MakeDriver, windows: tuple[int, ...], fails: bool
-) -> None:
-    """If the store of a parent fails, its child is not found. The next request stores the rest."""
-    driver = drive(windows=windows, num_device_blocks=60, retention=None, lazy=False)
-    driver.start("a", prompt(17))
-    run_until_stores(driver, "a")
-    longer = [*prompt(17)[:16], *prompt(9, family=1)]
-    driver.start("b", longer)
-    driver.step_until(lambda: len(driver.pending(STORE)) >= 2)
-    first, second = driver.pending(STORE)
-    assert len(first.host_blocks) == 4 * len(windows)
-    assert len(second.host_blocks) == 2 * len(windows)
-    driver.copy(STORE, fail=fails)
-    driver.copy(STORE)
-    driver.run()
-    assert driver.found(longer) == (0 if fails else 24)
-    driver.serve("c", longer)
-    assert driver.found(longer) == 24
-    assert driver.num_kept == 6 * len(windows)
-
-
 @pytest.mark.proves("I2")
 def test_blocks_of_a_preempted_request_are_held_until_the_end(drive: MakeDriver) -> None:
     driver = drive(lazy=False)

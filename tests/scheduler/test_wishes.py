@@ -146,22 +146,6 @@ def test_nothing_that_a_client_sends_raises(given: Any) -> None:
 # store
 
 
-@pytest.fixture
-def roomy(drive: MakeDriver) -> MakeDriver:
-    """Drivers with a tier for all blocks."""
-
-    def make(windows: tuple[int, ...] = (0,), **shape: Any) -> Driver:
-        sizes = {"num_device_blocks": 40 * len(windows), "num_host_blocks": 400}
-        return drive(windows=windows, **sizes | shape)
-
-    return make
-
-
-def evict_all(driver: Driver, first: int = 50) -> None:
-    """Serve requests until the device has evicted all earlier blocks."""
-    driver.fill(8 * len(driver.world.shape.windows), first)
-
-
 @SETTINGS
 @WINDOWS
 @pytest.mark.parametrize("aborted", [False, True])
@@ -179,7 +163,7 @@ def test_nothing_of_a_private_request_is_stored(
         history = driver.serve("a", prompt(30), max_tokens=9, wishes=PRIVATE)
         driver.serve("b", [*history, *prompt(9, family=1)], max_tokens=2, wishes=PRIVATE)
     assert driver.num_stored == 0
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(30)) == 0
 
 
@@ -191,7 +175,7 @@ def test_what_another_request_hits_is_stored_for_that_one(
     driver = roomy(lazy=lazy, num_sub_blocks=num_sub_blocks)
     history = driver.serve("a", prompt(29), max_tokens=8, wishes=PRIVATE)
     driver.serve("b", [*prompt(17), *prompt(9, family=1)], max_tokens=8)
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(history) == 16
     assert driver.found([*prompt(17)[:16], *prompt(17)[16:], *prompt(9, family=1)]) == 24
 
@@ -202,10 +186,10 @@ def test_a_private_request_loads_what_others_have_left(
 ) -> None:
     driver = roomy(lazy=lazy)
     driver.serve("a", prompt(21))
-    evict_all(driver)
+    driver.evict_all()
     history = driver.serve("b", [*prompt(20), *prompt(9, family=1)], max_tokens=8, wishes=PRIVATE)
     assert driver.world.num_blocks_loaded == 5
-    evict_all(driver, first=70)
+    driver.evict_all(first=70)
     assert driver.found(history) == 20
 
 
@@ -215,25 +199,16 @@ def test_private_requests_do_not_count_for_the_threshold(roomy: MakeDriver) -> N
         driver.serve(name, prompt(21), wishes=wishes)
     assert driver.num_stored == 0
     driver.serve("d", prompt(21))
-    evict_all(driver)
+    driver.evict_all()
     assert driver.found(prompt(21)) == 20
 
 
 # protect and release
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def small(drive: MakeDriver, lazy: bool | None, **shape: Any) -> tuple[Driver, Clock]:
-    """A driver whose tier keeps up to 10 blocks, and its clock."""
-    driver, clock = drive(lazy=lazy, num_device_blocks=24, num_host_blocks=41, **shape), Clock()
-    set_clock(driver.scheduler, clock)
-    return driver, clock
+def small(drive: MakeDriver, lazy: bool | None) -> Driver:
+    """A driver whose tier may protect up to 10 blocks."""
+    return drive(lazy=lazy, num_device_blocks=24, num_host_blocks=41)
 
 
 @pytest.mark.proves("I7")
@@ -242,15 +217,16 @@ def small(drive: MakeDriver, lazy: bool | None, **shape: Any) -> tuple[Driver, C
 def test_what_is_protected_outlives_what_comes_once(
     drive: MakeDriver, lazy: bool | None, wishes: Any
 ) -> None:
-    driver, clock = small(drive, lazy)
+    driver, now = small(drive, lazy), 0.0
+    set_clock(driver.scheduler, lambda: now)
     driver.serve("a", prompt(21), wishes=wishes)
     driver.fill(30)
     kept = 20 if wishes == {"protect": "5m"} else 0
     assert driver.found(prompt(21)) == kept
-    clock.now = 299.0
+    now = 299.0
     driver.fill(30, first=100)
     assert driver.found(prompt(21)) == kept
-    clock.now = 300.0
+    now = 300.0
     driver.fill(60, first=130)
     assert driver.found(prompt(21)) == 0
     assert driver.tier.num_reserved == 0
@@ -261,7 +237,7 @@ def test_a_protected_answer_is_kept_with_the_prefix_that_it_continues(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
     """Also what other requests have left, and the last block, which has no hash on the device."""
-    driver, _ = small(drive, lazy)
+    driver = small(drive, lazy)
     driver.serve("a", prompt(13))
     history = driver.serve("b", prompt(14), max_tokens=11, wishes={"protect": "5m"})
     driver.fill(30)
@@ -271,7 +247,7 @@ def test_a_protected_answer_is_kept_with_the_prefix_that_it_continues(
 @SETTINGS
 def test_protection_takes_no_more_than_its_share(drive: MakeDriver, lazy: bool | None) -> None:
     """Of what all want protected, the last is kept. What others hit is protected beside it."""
-    driver, _ = small(drive, lazy)
+    driver = small(drive, lazy)
     driver.serve("found", prompt(21, family=90))
     for family in range(9):
         driver.serve(f"{family}", prompt(21, family), wishes={"protect": "24h"})
@@ -290,7 +266,7 @@ RELEASE = {"release": True}
 def test_in_a_full_tier_what_is_released_is_stored_only_after_a_hit(
     drive: MakeDriver, lazy: bool | None, is_hit: bool
 ) -> None:
-    driver, _ = small(drive, lazy)
+    driver = small(drive, lazy)
     driver.fill(30)
     driver.serve("a", prompt(21), wishes=RELEASE)
     if is_hit:
@@ -300,7 +276,7 @@ def test_in_a_full_tier_what_is_released_is_stored_only_after_a_hit(
 
 
 def test_a_release_ends_what_its_session_wants_protected(drive: MakeDriver) -> None:
-    driver, _ = small(drive, None)
+    driver = small(drive, None)
     driver.serve("a", prompt(21), session_id="s", wishes={"protect": "5m"})
     driver.serve("other", prompt(21), session_id="t", wishes={"protect": "5m"})
     driver.serve("b", prompt(21, 1), session_id="s", wishes=RELEASE)
@@ -429,33 +405,17 @@ class _Text(str):
     __slots__ = ("__weakref__",)
 
 
-@SETTINGS
-@pytest.mark.parametrize("session_id", [None, "agent"])
-def test_a_release_is_of_what_the_session_has_computed(
-    drive: MakeDriver, lazy: bool | None, session_id: str | None
-) -> None:
-    """Without a session, of what the request has. Not of a prefix that was there before."""
-    driver, _ = small(drive, lazy)
-    driver.serve("shared", prompt(9))
-    history = driver.serve("t1", [*prompt(8), *prompt(8, 1)], 5, session_id=session_id)
-    history = driver.serve(
-        "t2", [*history, *prompt(8, 2)], 5, session_id=session_id, wishes={"release": True}
-    )
-    driver.fill(12)
-    assert driver.found(history) == (8 if session_id else 20)
-
-
 # report
 
 
 @SETTINGS
-def test_the_reply_says_where_the_prompt_came_from(drive: MakeDriver, lazy: bool | None) -> None:
-    driver = drive(lazy=lazy, num_device_blocks=40, num_host_blocks=400)
+def test_the_reply_says_where_the_prompt_came_from(roomy: MakeDriver, lazy: bool | None) -> None:
+    driver = roomy(lazy=lazy)
     reports = driver.world.reports
     wishes = {"report": True}
     driver.serve("a", prompt(21), wishes=wishes)
     driver.serve("b", [*prompt(21), 1], wishes=wishes)
-    evict_all(driver)
+    driver.evict_all()
     driver.serve("c", [*prompt(21), 1], wishes=wishes)
     driver.serve("d", [*prompt(21), 1])
     of = [[*report.values()] for report in reports.values()]
@@ -470,17 +430,6 @@ def test_without_allow_reports_there_are_none(
     driver.serve("a", prompt(21), wishes={"report": True})
     assert not driver.world.reports
     assert "kv_connector_extra_config has allow_reports" in caplog.text
-
-
-def test_tokens_of_a_failed_load_are_computed(drive: MakeDriver) -> None:
-    driver = drive(num_device_blocks=40, num_host_blocks=400, load_failures="recompute")
-    driver.serve("a", prompt(21))
-    driver.empty_device_cache()
-    driver.start("b", prompt(21), wishes={"report": True})
-    driver.step_until(lambda: driver.pending(LOAD))
-    driver.copy(LOAD, fail=True)
-    driver.run()
-    assert [*driver.world.reports["b"].values()] == [0, 0, 0, 21]
 
 
 def test_no_window_before_the_prompt_s_end_is_protected(drive: MakeDriver) -> None:

@@ -1,7 +1,5 @@
 """Whether a fetch pays, as measured. Seconds are those of a clock that the test moves."""
 
-import math
-
 import pytest
 
 from simple_offload.second_tier.speeds import Speeds
@@ -25,12 +23,6 @@ def compute(speeds: Speeds, clock: Clock, num_tokens: int, seconds: float) -> No
     clock.now += seconds
     if number is not None:
         speeds.on_step_ended(number)
-
-
-def test_before_it_is_measured_a_request_waits_for_a_second(clock: Clock) -> None:
-    speeds = Speeds(clock)
-    assert (speeds.pays, speeds.should_ask(1), speeds.should_fetch()) == (True, True, True)
-    assert speeds.max_wait(1) == speeds.max_wait(10**6) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -115,13 +107,3 @@ def test_what_was_measured_fades(measured: Speeds, clock: Clock) -> None:
     assert measured.fetch == pytest.approx(1900 / 1.0)
     measured.on_fetched(10, 10)
     assert measured.fetch == pytest.approx((0.9 * 1900 + 10) / (0.9 * 1.0 + 10))
-
-
-def test_always_means_always(clock: Clock) -> None:
-    speeds = Speeds(clock, always=True)
-    compute(speeds, clock, COMPUTE, 1.0)
-    speeds.on_answered(100.0)
-    speeds.on_fetched(1, 100.0)
-    for _ in range(2):
-        assert (speeds.pays, speeds.should_ask(1), speeds.should_fetch()) == (True, True, True)
-    assert speeds.max_wait(1) == math.inf

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import shutil
-import stat
 import subprocess
 import threading
 import time
@@ -153,20 +152,6 @@ def test_a_read_into_a_block_whose_checksum_is_late_is_whole(serve: MakeServer) 
     assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 0
 
 
-def test_after_a_reset_nothing_is_written(serve: MakeServer) -> None:
-    """The block is computed again, where it was, before its checksum is there."""
-    server = serve(num_blocks=1)
-    server.connection.is_held = True
-    server.put("a")
-    server.step()
-    server.empty()
-    server.second_tier.reset()
-    server.put("a")
-    server.connection.release()
-    server.settle()
-    assert serve().fetch("a") == 0
-
-
 def test_an_idle_engine_steps_for_some_seconds_only(serve: MakeServer, clock: Clock) -> None:
     """vLLM's pause, sleep and shutdown wait until it does not. The rest is written later."""
     disk = ScriptedDisk()
@@ -221,13 +206,6 @@ def test_nothing_is_written_without_room(serve: MakeServer, root: Path) -> None:
         assert not server.second_tier.has_pending_work
         assert (written(server), len(objects(root))) == (num_written, 24 + num_written)
         server.tidy()
-
-
-def test_only_the_servers_user_can_read_objects(serve: MakeServer, root: Path) -> None:
-    server = serve()
-    put(server, "abc")
-    assert [stat.S_IMODE(path.stat().st_mode) for path in objects(root)] == [0o600] * 3
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
 def test_an_object_that_is_read_was_used(serve: MakeServer, root: Path) -> None:

@@ -103,7 +103,7 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     owners += [scheduler._wishes, policy._reservations, scheduler._records]
     if isinstance(policy, BeforeEviction):
         owners.append(policy._residency)
-        maps |= {"_allocated"}
+        maps |= {"_allocated", "_num_withheld"}
     num_protected = len({k for p in policy._protections._by_session.values() for k in p.keys})
     assert scheduler.tier.num_reserved == num_protected, "contents are reserved at rest"
     if (second_tier := second_tier_of(scheduler)) is not None:

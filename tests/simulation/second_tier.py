@@ -289,7 +289,8 @@ class LocalConnection(Process):
         return answers
 
     def close(self, seconds: float = 0.0) -> None:
-        pass
+        """Another process would know nothing of this one's requests."""
+        self._requests.clear()
 
 
 def scripted_clock(now: Callable[[], float], disk: ScriptedDisk) -> Callable[[], None]:

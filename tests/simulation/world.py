@@ -54,11 +54,15 @@ from tests.simulation.vllm_config import make_vllm_config
 class Rank:
     """One worker process."""
 
+    memory: KVMemory
     worker: OffloadWorker
     device: ScriptedDevice
     runner: Runner
     out_of_memory: bool = False
     """Whether it opens no more host blocks because it lacks memory."""
+
+    def register(self) -> None:
+        self.worker.register_kv_caches(self.memory.kv_caches)
 
 
 @dataclass
@@ -279,10 +283,14 @@ class World:
         size = shape.tensor_parallel_size
         stages = [Messages(size) for _ in range(shape.num_stages)]
         peers = [stages[rank // size].of(rank % size) for rank in range(shape.num_ranks)]
+        ranks = list(map(self._make_rank, range(shape.num_ranks), peers))
         if shape.num_replicas == 1 and not shape.second_tier:
-            return list(map(self._make_rank, range(shape.num_ranks), peers))
-        with ThreadPoolExecutor(shape.num_ranks) as threads:
-            return list(threads.map(self._make_rank, range(shape.num_ranks), peers))
+            for rank in ranks:
+                rank.register()
+        else:
+            with ThreadPoolExecutor(shape.num_ranks) as threads:
+                list(threads.map(Rank.register, ranks))
+        return ranks
 
     def _make_rank(self, rank: int, peers: Peers) -> Rank:
         shape = self.shape
@@ -293,23 +301,22 @@ class World:
         replicas = (
             Replicas.find(self.config, self.kv_cache_configs[rank]) if SAYS_REPLICAS else Replicas()
         )
-        worker = OffloadWorker(
-            self.kv_cache_configs[rank],
-            config,
-            self._parallelism,
-            replicas,
-            lambda: peers,
-            # With a drafter, a layer may read without a call (``waiting_layers``).
-            waiting_layers=lambda: () if self.config.speculative_config else memory.kv_caches,
-        )
         device = ScriptedDevice()
         if shape.chunk_blocks is not None:
             device.chunk_bytes = shape.chunk_blocks * shape.block_bytes(rank)
-        worker._backend = device
-        worker.register_kv_caches(memory.kv_caches)
+        with patch("simple_offload.worker.worker.make_backend", return_value=device):
+            worker = OffloadWorker(
+                self.kv_cache_configs[rank],
+                config,
+                self._parallelism,
+                replicas,
+                lambda: peers,
+                # With a drafter, a layer may read without a call (``waiting_layers``).
+                waiting_layers=lambda: () if self.config.speculative_config else memory.kv_caches,
+            )
         runner = Runner(rank, memory, shape, self.stories)
         runner.former_stories = self.disk.stories
-        return Rank(worker, device, runner)
+        return Rank(memory, worker, device, runner)
 
     # What users do
 

@@ -57,13 +57,6 @@ def test_lru_if_nothing_is_known_of_the_caches() -> None:
     assert predicted_hit_ratios(make_curve(), CACHES) == approximately(expected)
 
 
-def test_a_host_tier_that_has_what_the_device_has() -> None:
-    """Nearly, and in another order: two of equal size have a quarter more than one."""
-    expected = [lru(of_both(factor)) for factor in FACTORS]
-    assert of_both(0.5) == pytest.approx(126, abs=0.1)
-    assert predicted_hit_ratios(make_curve(), INCLUSIVE) == approximately(expected)
-
-
 def test_duplicates_take_room() -> None:
     """An eighth of the tier, and now 80 blocks in all: 55 more than that. The device has no more
     than 100, and the tier no more than it has room for."""
@@ -155,5 +148,8 @@ def test_a_server_predicts_what_it_finds(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_groups_share_the_caches() -> None:
+    """Such a tier has nearly what the device has, in another order: two of equal size have a
+    quarter more than one."""
+    assert of_both(0.5) == pytest.approx(126, abs=0.1)
     found = forecast((0, 8), lru(of_both(1.0)))
     assert list(found.values()) == approximately([lru(of_both(factor)) for factor in FACTORS])

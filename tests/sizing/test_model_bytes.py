@@ -22,34 +22,16 @@ LLAMA_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
-    "hidden_size": 7168,
     "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
     "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
     "max_position_embeddings": 163840,
-    "rope_theta": 10000,
     "torch_dtype": "bfloat16",
     # Kernels for such weights are there on few CPUs.
     "quantization_config": {
@@ -74,12 +56,9 @@ GEMMA_3_12B: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 256,
-    "intermediate_size": 15360,
-    "vocab_size": 262208,
     "max_position_embeddings": 131072,
     "sliding_window": 1024,
     "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256,
     "torch_dtype": "bfloat16",
 }
 NEMOTRON_3_NANO: dict[str, Any] = {
@@ -91,35 +70,19 @@ NEMOTRON_3_NANO: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 2,
     "head_dim": 128,
-    "intermediate_size": 1856,
     "mamba_num_heads": 64,
     "mamba_head_dim": 64,
     "ssm_state_size": 128,
     "mamba_ssm_cache_dtype": "float32",
     "n_groups": 8,
     "conv_kernel": 4,
-    "chunk_size": 128,
-    "expand": 2,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "mlp_hidden_act": "relu2",
-    "vocab_size": 131072,
     "max_position_embeddings": 262144,
     "torch_dtype": "bfloat16",
 }
 MIXTRAL: dict[str, Any] = LLAMA_8B | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
-    "vocab_size": 32000,
     "num_local_experts": 8,
-    "num_experts_per_tok": 2,
 }
 EAGLE_3: dict[str, Any] = LLAMA_8B | {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -132,8 +95,6 @@ BLOOM: dict[str, Any] = {
     "hidden_size": 1024,
     "n_layer": 24,
     "n_head": 16,
-    "seq_length": 2048,
-    "vocab_size": 250880,
     "torch_dtype": "bfloat16",
 }
 FP8_KV = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
@@ -201,108 +162,67 @@ def _plan_all(arguments: list[list[str]]) -> None:
         main(each)
 
 
-@pytest.fixture
-def model(plans: dict[str, Any], request: pytest.FixtureRequest) -> ModelBytes:
-    plan = plans[request.param]
-    assert isinstance(plan, dict), plan
-    return parse_plan(plan)
+# Every token
+
+KV = 2 * 8 * 128
+"""Keys and values of a token in a layer of Llama."""
+LATENT = 512 + 64
+INDEX = 128 + 4
+"""Bytes of a key of the index: 128 of one byte, and a scale."""
+SPARSE_FP8 = 512 + 4 * FP32 + 64 * BF16
+"""FlashMLA's format: latents in fp8, four scales, and the rotary part in 16 bits."""
 
 
-def of_case(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("model", [name], indirect=True)
-
-
-# Keys and values
-
-
-@pytest.mark.parametrize("model", ["llama", "mixtral", "llama, larger blocks"], indirect=True)
-def test_kv_heads_of_every_layer(model: ModelBytes) -> None:
-    assert model.token_per_rank == 2 * 32 * 8 * 128 * BF16 == 128 * 1024
-    assert model.token_on_devices == model.token_in_host == model.token_per_rank
+@pytest.mark.parametrize(
+    ("name", "per_rank", "in_host", "num_sharing"),
+    [
+        ("llama", 32 * KV * BF16, 128 * 1024, 1),
+        ("mixtral", 32 * KV * BF16, 128 * 1024, 1),
+        ("llama, larger blocks", 32 * KV * BF16, 128 * 1024, 1),
+        # Ranks share out the heads. Those with the same head share a host copy.
+        ("llama, 2 ranks", 32 * KV * BF16 // 2, 128 * 1024, 1),
+        ("llama, 16 ranks", 32 * KV * BF16 // 8, 128 * 1024, 2),
+        ("llama, fp8", 32 * KV, 64 * 1024, 1),
+        ("llama, fp8 by its checkpoint", 32 * KV, 64 * 1024, 1),
+        ("bloom", 2 * 24 * 1024 * BF16, 2 * 24 * 1024 * BF16, 1),  # reads constants back
+        # Latents are the same on all ranks.
+        ("v3", 61 * LATENT * BF16, 70272, 8),
+        ("v3.2", 61 * (LATENT * BF16 + INDEX), 61 * (LATENT * BF16 + INDEX), 8),
+        ("v3.2, fp8", 61 * (SPARSE_FP8 + INDEX), 61 * (SPARSE_FP8 + INDEX), 1),
+        # Drafters
+        ("v3.2, mtp", 62 * (LATENT * BF16 + INDEX), 62 * (LATENT * BF16 + INDEX), 8),
+        ("llama, eagle", 33 * KV * BF16, 33 * KV * BF16, 1),
+        ("llama, n-grams", 32 * KV * BF16, 128 * 1024, 1),
+    ],
+)
+def test_bytes_of_a_token(
+    plans: dict[str, Any], name: str, per_rank: int, in_host: int, num_sharing: int
+) -> None:
+    model = planned(plans, name)
+    num_ranks = CASES[name][1].get("tensor_parallel_size", 1)
+    assert (model.token_per_rank, model.token_in_host) == (per_rank, in_host)
+    assert model.token_on_devices == num_ranks * per_rank
+    assert model.num_sharing == num_sharing
     assert model.boundary_in_host == 0
 
 
-@of_case("llama, 2 ranks")
-def test_ranks_share_out_the_heads(model: ModelBytes) -> None:
-    assert model.token_per_rank == 2 * 32 * 4 * 128 * BF16
-    assert model.token_on_devices == model.token_in_host == 128 * 1024
-    assert model.num_sharing == 1
+def planned(plans: dict[str, Any], name: str) -> ModelBytes:
+    assert isinstance(plans[name], dict), plans[name]
+    return parse_plan(plans[name])
 
 
-@of_case("llama, 16 ranks")
-def test_ranks_with_the_same_head_share_a_host_copy(model: ModelBytes) -> None:
-    assert model.token_per_rank == 2 * 32 * 1 * 128 * BF16
-    assert model.token_on_devices == 16 * model.token_per_rank
-    assert model.token_in_host == 8 * model.token_per_rank
-    assert model.num_sharing == 2
-
-
-@pytest.mark.parametrize("model", ["llama, fp8", "llama, fp8 by its checkpoint"], indirect=True)
-def test_fp8_halves_a_token(model: ModelBytes) -> None:
-    assert model.token_per_rank == 2 * 32 * 8 * 128 == 64 * 1024
-
-
-@of_case("llama, larger blocks")
-def test_blocks_are_as_large_as_asked_for(model: ModelBytes) -> None:
+def test_blocks_are_as_large_as_asked_for(plans: dict[str, Any]) -> None:
+    model = planned(plans, "llama, larger blocks")
     assert [group.block_tokens for group in model.groups] == [64]
     assert model.block_bytes == 64 * 128 * 1024
-
-
-@of_case("bloom")
-def test_layers_may_read_constants_back(model: ModelBytes) -> None:
-    """ALiBi's slopes."""
-    assert model.token_per_rank == 2 * 24 * 1024 * BF16
-
-
-# Latents
-
-
-@of_case("v3")
-def test_latents_are_the_same_on_all_ranks(model: ModelBytes) -> None:
-    assert model.token_per_rank == 61 * (512 + 64) * BF16 == 70272
-    assert model.token_on_devices == 8 * 70272
-    assert model.token_in_host == 70272
-    assert model.num_sharing == 8
-
-
-@of_case("v3.2")
-def test_keys_of_the_index_count(model: ModelBytes) -> None:
-    """128 of one byte, and a scale."""
-    assert model.token_in_host == 61 * ((512 + 64) * BF16 + 128 + 4)
-
-
-@of_case("v3.2, fp8")
-def test_sparse_latents_have_a_format_of_their_own(model: ModelBytes) -> None:
-    """FlashMLA's: latents in fp8, four scales, and the rotary part in 16 bits."""
-    assert model.token_per_rank == 61 * (512 + 4 * FP32 + 64 * BF16 + 128 + 4)
-
-
-# Drafters
-
-
-@of_case("v3.2, mtp")
-def test_an_mtp_layer_has_the_models_latents(model: ModelBytes) -> None:
-    assert model.token_in_host == 62 * ((512 + 64) * BF16 + 128 + 4)
-    assert model.num_sharing == 8
-
-
-@of_case("llama, eagle")
-def test_a_drafter_has_keys_and_values_of_its_own(model: ModelBytes) -> None:
-    assert model.token_per_rank == 2 * 33 * 8 * 128 * BF16
-
-
-@of_case("llama, n-grams")
-def test_drafts_without_a_model_have_none(model: ModelBytes) -> None:
-    assert model.token_per_rank == 128 * 1024
 
 
 # Windows and states
 
 
-@of_case("gemma")
-def test_windows_are_said_apart(model: ModelBytes) -> None:
+def test_windows_are_said_apart(plans: dict[str, Any]) -> None:
     """Every sixth of 48 layers has full attention."""
-    layer = 2 * 8 * 256 * BF16
+    model, layer = planned(plans, "gemma"), 2 * 8 * 256 * BF16
     assert model.token_in_host == 8 * layer == 64 * 1024
     # The next token's window has 1,023 tokens before it: 64 blocks of 16.
     assert model.boundary_in_host == 40 * 64 * 16 * layer == 320 * 2**20
@@ -310,9 +230,8 @@ def test_windows_are_said_apart(model: ModelBytes) -> None:
     assert [group.kind for group in model.groups].count("window") == 5
 
 
-@of_case("nemotron")
-def test_states_are_said_apart(model: ModelBytes) -> None:
-    layer = 2 * 2 * 128 * BF16
+def test_states_are_said_apart(plans: dict[str, Any]) -> None:
+    model, layer = planned(plans, "nemotron"), 2 * 2 * 128 * BF16
     assert model.token_in_host == 6 * layer == 6144
     convolution = (64 * 64 + 2 * 8 * 128) * 3 * BF16
     state = convolution + 64 * 64 * 128 * FP32
@@ -324,9 +243,9 @@ def test_states_are_said_apart(model: ModelBytes) -> None:
     assert model.boundary_in_host == 4 * 6 * block_tokens * layer
 
 
-@of_case("nemotron, 8 ranks")
-def test_states_are_private_beside_shared_heads(model: ModelBytes) -> None:
+def test_states_are_private_beside_shared_heads(plans: dict[str, Any]) -> None:
     """Two KV heads on 8 ranks."""
+    model = planned(plans, "nemotron, 8 ranks")
     assert model.num_sharing == 4
     assert model.token_per_rank == 6 * 2 * 1 * 128 * BF16
     assert model.token_in_host == 2 * model.token_per_rank

@@ -124,8 +124,8 @@ def test_a_cut_file_is_refused(tmp_path: Path, compress: Callable[[bytes], bytes
 # Playback
 
 
-def request(at: float, *ids: int, tokens: int = 0) -> Request:
-    return Request(at, 0.0, ids, tokens or 64 * len(ids) + 1, 1)
+def request(at: float, *ids: int) -> Request:
+    return Request(at, 0.0, ids, 64 * len(ids) + 1, 1)
 
 
 def test_requests_come_at_their_times() -> None:
@@ -156,8 +156,3 @@ def test_a_cache_of_each_size() -> None:
     assert [curve.hit_ratio(size) for size in (0, 4, 5, 6, math.inf)] == [
         pytest.approx(share) for share in (0, 0, 64 / 516, 128 / 516, 128 / 516)
     ]
-
-
-def test_the_last_token_is_computed() -> None:
-    trace = Trace("", 64, [[request(at, 1, 2, tokens=128)] for at in range(2)])
-    assert play(trace, 1).hit_ratio(math.inf) == pytest.approx(64 / 256)
