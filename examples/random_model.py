@@ -8,18 +8,21 @@ about 1e-5, while the best token leads by more than 1e-3 in all but a few cases 
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
 )
 
-Architecture = Literal["llama", "qwen3", "gemma3"]
+from examples.bench.models import MLA_SIZES
+
+Architecture = Literal["llama", "qwen3", "gemma3", "mla"]
 
 
 SIZES = {
@@ -64,8 +67,9 @@ def model_config(
     max_model_len: int,
     intermediate_size: int | None = None,
     sliding_window: int = 64,
+    **more: Any,
 ) -> PretrainedConfig:
-    """Hugging Face's configuration."""
+    """Hugging Face's configuration, with ``more`` of its fields."""
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -76,7 +80,18 @@ def model_config(
         "head_dim": hidden_size // num_heads,
         "max_position_embeddings": max_model_len,
         "tie_word_embeddings": False,
+        **more,
     }
+    if architecture == "mla":
+        shape |= {"num_key_value_heads": num_heads, "first_k_dense_replace": num_layers}
+        return DeepseekV2Config(
+            **shape,
+            **MLA_SIZES,
+            q_lora_rank=None,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+        )
     if architecture == "llama":
         return LlamaConfig(**shape)
     if architecture == "qwen3":

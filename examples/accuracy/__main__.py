@@ -5,9 +5,10 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ OUR_MODELS = ("llama-recall", "window-recall")
 CORRUPTED = Contender("corrupted", SIMPLE, "examples.accuracy.corrupt")
 LEAST_ACCURACY = 0.9
 """Of our models, without the connector: a model that recalls nothing proves nothing."""
-
-Show = Callable[[str, int, int], None]
-"""Gets the pass under way, and the number of requests: done, and of all."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for model in arguments.model:
             name = Path(model).name
             print_lines(console, f"{name}: {', '.join(arguments.tasks)}", style="bold")
-
-            def show(step: str, done: int, total: int, name: str = name) -> None:
-                progress.show(name, step, done, total or None)
-
-            outcomes[name] = Evaluations(arguments, model, show).run()
+            outcomes[name] = Evaluations(arguments, model, progress).run()
             console.print(outcome_table(outcomes[name]))
             save_numbers(output, {each: outcome_json(found) for each, found in outcomes.items()})
     passed = not any(outcome.problems for outcome in outcomes.values())
@@ -81,13 +75,14 @@ def _run(arguments: argparse.Namespace) -> int:
 class Evaluations:
     """One model: served without the connector and with it, evaluated once and twice."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str, show: Show) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: str, progress: Progress) -> None:
         self._arguments = arguments
         self._recall = OUR_TASK in arguments.tasks
         self._engine = FOR_RECALL if self._recall else FOR_OTHERS
         self._model = model
-        self._output = arguments.output / Path(model).name
-        self._show = show
+        self._name = Path(model).name
+        self._output = arguments.output / self._name
+        self._progress = progress
 
     def run(self) -> Outcome:
         """Evaluate three times. Raises RunFailed; however it returns, no process is left."""
@@ -140,12 +135,12 @@ class Evaluations:
             command += ["--limit", str(arguments.samples)]
         before = {key: int(server.metric(metric)) for key, metric in METRICS.items()}
         begin = time.monotonic()
-        self._show(name, 0, 0)
+        self._progress.show(self._name, name)
         evaluation = evaluate(
             command,
             server,
             folder,
-            lambda done, total: self._show(name, done, total),
+            partial(self._progress.show, self._name, name),
             concurrency=self._engine.concurrency,
             offline=self._recall,
         )

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from examples.accuracy.language import (
     ANSWER,
@@ -36,6 +37,7 @@ from examples.accuracy.language import (
     save_tokenizer,
     token,
 )
+from examples.random_model import model_config
 
 Kind = Literal["llama", "window"]
 
@@ -171,30 +173,21 @@ def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
     In the window model the first two are sliding-window layers: the last layer can look up
     nothing that they did not prepare.
     """
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
-
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": LONGEST_PROMPT + 128,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": token(END_OF_TEXT),
-        "pad_token_id": None,
-    }
-    config: LlamaConfig | Gemma3TextConfig
-    if kind == "llama":
-        config = LlamaConfig(**shape, rope_theta=1e6)
-    else:
-        layers = ["sliding_attention", "sliding_attention", "full_attention"]
-        config = Gemma3TextConfig(
-            **shape, layer_types=layers, sliding_window=WINDOW, query_pre_attn_scalar=64
-        )
+    more: dict[str, Any] = {"rope_theta": 1e6} if kind == "llama" else {"sliding_window": WINDOW}
+    config = model_config(
+        "llama" if kind == "llama" else "gemma3",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        max_model_len=LONGEST_PROMPT + 128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=token(END_OF_TEXT),
+        pad_token_id=None,
+        **more,
+    )
     model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="sdpa"
     )

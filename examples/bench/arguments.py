@@ -2,14 +2,12 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from pydantic_core import PydanticCustomError
 
-from examples.bench.child import Device
 from examples.bench.command import BAD_RESULT, CANNOT_START, INTERRUPTED, RUN_FAILED
-from examples.bench.connectors import CONTENDERS, ON_CPU, WITH_FILES, Contender
 from simple_offload.cli.arguments import Parser
 from simple_offload.config import nearest, parse_size
 
@@ -43,7 +41,18 @@ class BenchParser(Parser):
         nargs: str | None = None,
     ) -> None:
         """A whole number from ``least`` to ``most``; with ``nargs`` several of them."""
-        parse = whole_number(least, most)
+
+        def parse(given: str) -> int:
+            try:
+                number = int(given)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{given!r} is not a whole number") from None
+            if most is not None and not least <= number <= most:
+                raise argparse.ArgumentTypeError(f"{number} is not within {least} and {most}")
+            if number < least:
+                raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+            return number
+
         self.add_argument(
             option, help=text, type=parse, default=default, metavar=metavar, nargs=nargs
         )
@@ -57,8 +66,20 @@ class BenchParser(Parser):
     ) -> None:
         """Names separated by commas, each one of ``known`` and none twice; None by default, which
         ``default`` describes."""
+
+        def parse(given: str) -> list[str]:
+            found = given.split(",")
+            for name in found:
+                if name not in known:
+                    raise argparse.ArgumentTypeError(
+                        f"{name!r} is none of {', '.join(known)}{nearest(name, known)}"
+                    )
+            if len(set(found)) < len(found):
+                raise argparse.ArgumentTypeError(f"a name occurs twice in {given!r}")
+            return found
+
         text = f"{text}: {', '.join(known)} (default: {default})"
-        self.add_argument(option, help=text, type=known_names(known), metavar="A,B")
+        self.add_argument(option, help=text, type=parse, metavar="A,B")
 
     def add_output(self, option: str, folder: str, contents: str) -> None:
         """Where ``contents`` go, as ``arguments.output``."""
@@ -71,21 +92,6 @@ class BenchParser(Parser):
             help=f"where {contents} go (default: {folder})",
         )
 
-    def contenders(
-        self, names: Sequence[str] | None, device: Device, default: Sequence[str]
-    ) -> list[Contender]:
-        """Those that ``--contenders`` names, else the default ones that run on ``device``. Exits
-        if one does not run there."""
-        allowed = ON_CPU if device == "cpu" else (*CONTENDERS, *WITH_FILES)
-        for name in names or ():
-            if name not in allowed:
-                self.error(
-                    f"argument --contenders: {name!r} does not run on the CPU: choose from "
-                    f"{', '.join(allowed)}"
-                )
-        known = CONTENDERS | WITH_FILES
-        return [known[name] for name in names or default if name in allowed]
-
 
 def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usage") -> str:
     """For the end of the help."""
@@ -93,40 +99,6 @@ def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usag
         f"exit codes: 0 {good}; {BAD_RESULT} {bad}; {CANNOT_START} {cannot_start}; "
         f"{RUN_FAILED} {failed}; {INTERRUPTED} interrupted"
     )
-
-
-def known_names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of names separated by commas, each one of ``known`` and none twice."""
-
-    def parse(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} is none of {', '.join(known)}{nearest(name, known)}"
-                )
-        if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"a name occurs twice in {text!r}")
-        return found
-
-    return parse
-
-
-def whole_number(least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """A parser of whole numbers from ``least`` to ``most``; None sets no upper limit."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if most is not None and not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{number} is not within {least} and {most}")
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
-        return number
-
-    return parse
 
 
 def size(text: str) -> int:

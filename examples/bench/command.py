@@ -39,7 +39,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
 
 def complain(text: str) -> None:
     """Print to stderr."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    print_lines(Console(stderr=True), text)
 
 
 def print_lines(console: Console, *lines: str, style: str | None = None) -> None:

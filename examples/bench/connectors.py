@@ -58,6 +58,9 @@ class Contender:
 
 NONE = Contender("none")
 OURS = Contender("ours", SIMPLE, PACKAGE)
+_FILES = {"type": "fs", "root_dir": ROOT_DIR}
+_OURS_FILES = {**_FILES, "bytes": "1TiB"}
+_ALWAYS = _OURS_FILES | {"fetch": "always"}
 CONTENDERS = {
     contender.name: contender
     for contender in (
@@ -69,17 +72,8 @@ CONTENDERS = {
         Contender("builtin-lazy", SIMPLE, extra={"lazy_offload": True}),
         Contender("builtin-BLHNC", SIMPLE, environment={LAYOUT: "BLHNC"}),
         Contender("offloading", "OffloadingConnector"),
-    )
-}
-_FILES = {"type": "fs", "root_dir": ROOT_DIR}
-_OURS_FILES = {**_FILES, "bytes": "1TiB"}
-WITH_FILES = {
-    contender.name: contender
-    for contender in (
         replace(OURS, name="ours-files", extra={"second_tier": _OURS_FILES}),
-        replace(
-            OURS, name="ours-files-always", extra={"second_tier": _OURS_FILES | {"fetch": "always"}}
-        ),
+        replace(OURS, name="ours-files-always", extra={"second_tier": _ALWAYS}),
         Contender(
             "offloading-files",
             "OffloadingConnector",
@@ -87,7 +81,7 @@ WITH_FILES = {
         ),
     )
 }
-"""Those with a second tier. "always": also where computing is quicker than reading."""
+"""Those with files have a second tier; "always": also where computing is quicker than reading."""
 COLORS = {
     "none": "tab:gray",
     "ours": "tab:blue",

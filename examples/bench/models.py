@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -67,33 +67,8 @@ def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path
         save_random_model(directory, shape.architecture, seed=seed, **sizes)
         return
     sizes["intermediate_size"] = shape.intermediate_size
-    if shape.architecture == "mla":
-        config = _mla_config(**sizes)
-    else:
-        config = model_config(shape.architecture, **sizes)
-        config.architectures = [f"{shape.architecture.capitalize()}ForCausalLM"]
+    config = model_config(shape.architecture, **sizes)
+    name = "DeepseekV2" if shape.architecture == "mla" else shape.architecture.capitalize()
+    config.architectures = [f"{name}ForCausalLM"]
     config.dtype = shape.dtype
     config.save_pretrained(directory)
-
-
-def _mla_config(*, num_layers: int, num_heads: int, max_model_len: int, **sizes: int) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        "deepseek_v2",
-        architectures=["DeepseekV2ForCausalLM"],
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_hidden_layers=num_layers,
-        first_k_dense_replace=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=max_model_len,
-        q_lora_rank=None,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        tie_word_embeddings=False,
-        **MLA_SIZES,
-    )

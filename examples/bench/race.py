@@ -20,7 +20,9 @@ T = TypeVar("T")
 class Race(Generic[C]):
     """Runs contenders. One that fails is out, and the others go on."""
 
-    def __init__(self, contenders: Sequence[C]) -> None:
+    def __init__(self, contenders: Sequence[C], on_step: Callable[[str], None]) -> None:
+        """``on_step`` gets the name of every step before it begins."""
+        self._on_step = on_step
         self.step = ""
         """The work under way, which a failure is reported with."""
         self.left_out: dict[str, str] = {}
@@ -30,13 +32,11 @@ class Race(Generic[C]):
         self._all = list(contenders)
         self._num_rounds = 0
 
-    @property
-    def contenders(self) -> list[C]:
-        """Those that are still in the race."""
-        return [contender for contender in self._all if self.has(contender)]
-
-    def has(self, contender: C) -> bool:
-        return contender.name not in self.left_out and contender.name not in self.failures
+    def begin(self, step: str) -> None:
+        """Go on to another step."""
+        if step != self.step:
+            self.step = step
+            self._on_step(step)
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -56,9 +56,10 @@ class Race(Generic[C]):
         """Call ``do`` with one contender after another, of those for which ``which`` is true.
         Each call begins with another contender, so that none is always first. Returns results by
         name in the contenders' order, without those that failed."""
-        self.step = step
+        self.begin(step)
         results: dict[str, T] = {}
-        contenders = [contender for contender in self.contenders if which(contender)]
+        out = self.left_out.keys() | self.failures.keys()
+        contenders = [each for each in self._all if each.name not in out and which(each)]
         if not contenders:
             return results
         first = self._num_rounds % len(contenders)

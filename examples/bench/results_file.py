@@ -61,14 +61,9 @@ def commit(checkout: Path) -> str:
     return _first_line(["git", "-C", str(checkout), "describe", "--always", "--dirty"])
 
 
-def gpu() -> str:
-    """Name and driver of the first GPU, without a touch of it."""
-    return _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-
-
-def gpu_driver() -> str:
-    """The version that nvidia-smi prints; torch does not know it."""
-    return _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+def gpu(facts: str = "name,driver_version") -> str:
+    """``facts`` of the first GPU, as nvidia-smi calls them, without a touch of it."""
+    return _first_line(["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader"])
 
 
 def _first_line(command: Sequence[str]) -> str:

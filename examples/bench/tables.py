@@ -1,9 +1,9 @@
 """What several runs of the same work come to; tables and plots of results."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MISSING = "-"
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By contender, its runs in their order."""
 
 
 def make_table(
@@ -59,26 +57,6 @@ def cells_with_ratios(values: Sequence[float | None], scale: float = 1.0) -> lis
         if (share := ratio(value, values[0])) is not None:
             cells[index] += f" ({share:.2f}x)"
     return cells
-
-
-def numbers_table(
-    by_contender: Mapping[str, Mapping[str, float]],
-    rows: Iterable[tuple[str, str, float]],
-    counts: Collection[str],
-    title: str,
-) -> Table:
-    """One line a number, one column a contender; numbers with their ratio to the first's. Each row
-    has a number's name, its heading with the unit, and the factor to that unit. ``counts``: whole
-    numbers, which are shown without ratios."""
-    table = make_table("", *by_contender, title=title)
-    for name, heading, scale in rows:
-        values = [each.get(name) for each in by_contender.values()]
-        if name in counts:
-            cells = [MISSING if value is None else f"{value:,.0f}" for value in values]
-        else:
-            cells = cells_with_ratios(values, scale)
-        table.add_row(heading, *cells)
-    return table
 
 
 def make_figure(width: float, height: float) -> "Figure":

@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +23,13 @@ from examples.bench.command import (
     run_program,
 )
 from examples.bench.progress import Progress
-from examples.bench.results_file import NUMBERS, gpu_driver, machine, prepare_output, save_numbers
-from examples.copy_bench import bench, memory, report
-from examples.copy_bench.plan import MIB, SIZES, Plan, size_text
+from examples.bench.results_file import NUMBERS, gpu, machine, prepare_output, save_numbers
+from examples.copy_bench import bench, report
+from examples.copy_bench.plan import SIZES, Plan, size_text
 from examples.copy_bench.results import Results
 from simple_offload.config import parse_size
 
 PLOT = "bandwidth.png"
-COPIES, MEMORY = PARTS = ("copies", "memory")
 _SIZE_RANGE = f"a power of two from {size_text(SIZES[0])} to {size_text(SIZES[-1])}"
 
 
@@ -44,22 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchParser(
         "copy_bench",
-        "copies: scattered blocks between host memory and a CUDA device, their bandwidth by block "
-        "size, way and path, beside plain torch and the peak of one contiguous copy; and the time "
-        "of small copies on another stream beside those of the largest size.\n\n"
-        "memory: what host memory costs that processes have or share, in seconds to put it in "
-        "place and to register it with a GPU, and GB/s of loads (host to device) and stores "
-        "(back), in pieces at random places, of each process while all copy. Process i has GPU i "
-        "modulo their number.",
+        "Scattered blocks between host memory and a CUDA device: their bandwidth by block size, "
+        "way and path, beside plain torch and the peak of one contiguous copy; and the time of "
+        "small copies on another stream beside those of the largest size.",
         exit_codes(
             "all measured, every byte right",
             "a copy brought wrong bytes",
-            "a copy failed, or no kind of memory could be measured",
+            "a copy failed",
             "wrong usage, or this machine lacks a CUDA device or a package",
         ),
     )
-    parser.add_names("--parts", "what to measure", PARTS, default="all, memory on the CPU")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to test")
     parser.add_argument(
         "--sizes",
         metavar="SIZE",
@@ -82,14 +74,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         most=8,
         default=1,
     )
-    parser.add_argument("--gib", type=float, default=8, help="of shared memory (default: 8)")
-    parser.add_names("--processes", "that share it", list("12345678"), default="1,2")
     parser.add_output("--out", "copy-bench-out", "the plot and the numbers")
-    arguments = parser.parse_args(argv)
-    arguments.parts = arguments.parts or (PARTS if arguments.device == "cuda" else (MEMORY,))
-    if COPIES in arguments.parts and arguments.device == "cpu":
-        parser.error("argument --parts: copies need a CUDA device")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def _block_size(text: str) -> int:
@@ -101,7 +87,7 @@ def _block_size(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise CannotStart(f"No CUDA device (torch {torch.__version__} sees none).")
     prepare_output("--out", arguments.output, NUMBERS, PLOT)
     try:
@@ -117,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _measure_and_report(arguments: argparse.Namespace) -> int:
     plan = Plan(tuple(sorted(set(arguments.sizes))), arguments.repeats).scaled(arguments.scale)
-    results = Results(plan, _facts(arguments.device))
+    results = Results(plan, _facts())
     start = time.monotonic()
     with Progress() as progress:
 
@@ -127,12 +113,7 @@ def _measure_and_report(arguments: argparse.Namespace) -> int:
             save_numbers(arguments.output, results)
             progress.show("copy_bench", step)
 
-        if COPIES in arguments.parts:
-            bench.run(results, on_step)
-        if MEMORY in arguments.parts:
-            num_bytes = max(1, round(arguments.gib * 512)) * 2 * MIB
-            counts = [int(count) for count in arguments.processes or ("1", "2")]
-            memory.run(results.memory, num_bytes, counts, arguments.device, on_step)
+        bench.run(results, on_step)
         on_step("done")
 
     console = Console()
@@ -143,8 +124,6 @@ def _measure_and_report(arguments: argparse.Namespace) -> int:
         report.save_plot(arguments.output / PLOT, results)
         console.print(report.bandwidth_table(results), report.small_copies_table(results))
         print_lines(console, *calibration, f"Plot: {arguments.output / PLOT}")
-    if results.memory:
-        print_lines(console, *memory.table_lines(results.memory))
     left_out = (f"Left out: {name}: {reason}" for name, reason in results.left_out.items())
     print_lines(console, *left_out, f"Numbers: {arguments.output / NUMBERS}")
     wrong = (f"WRONG BYTES: {fault}" for fault in results.faults)
@@ -152,26 +131,16 @@ def _measure_and_report(arguments: argparse.Namespace) -> int:
     print_lines(console, *wrong, *failures, style="bold red")
     if results.faults:
         return BAD_RESULT
-    unmeasured = results.memory and not any("medians" in row for row in results.memory)
-    return RUN_FAILED if results.failures or unmeasured else 0
+    return RUN_FAILED if results.failures else 0
 
 
-def _facts(device: str) -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     """Of the machine."""
-    is_cuda, settings = device == "cuda", Path("/sys/kernel/mm/transparent_hugepage")
-    nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
     return {
-        "device": torch.cuda.get_device_name() if is_cuda else "CPU",
-        "gpus": torch.cuda.device_count() if is_cuda else 0,
-        "driver": gpu_driver(),
+        "device": torch.cuda.get_device_name(),
+        "driver": gpu("driver_version"),
         "cuda": str(torch.version.cuda),
         **machine(),
-        "kernel": os.uname().release,
-        **{
-            f"transparent_hugepage/{f.name}": f.read_text().strip()
-            for f in settings.glob("*enabled")
-        },
-        "numa_nodes": len(list(nodes)),
     }
 
 

@@ -33,31 +33,30 @@ def run(results: Results, on_step: Callable[[str], None]) -> None:
     # Its own backend pins the pools once for all sizes and paths.
     with closing(CudaBackend("dma")) as memory:
         arena = Arena(results.plan.pool_bytes, device, memory.allocate_host)
-        Bench(results, arena).run(on_step)
+        Bench(results, arena, on_step).run()
 
 
 class Bench:
     """The contenders, and the memory that they copy."""
 
-    def __init__(self, results: Results, arena: Arena) -> None:
+    def __init__(self, results: Results, arena: Arena, on_step: Callable[[str], None]) -> None:
         ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
-        self._race = Race[Contender]([PlainTorch(), *ours])
+        self._race = Race[Contender]([PlainTorch(), *ours], on_step)
         self._arena, self._results, self._plan = arena, results, results.plan
         results.left_out, results.failures = self._race.left_out, self._race.failures
 
-    def run(self, on_step: Callable[[str], None]) -> None:
-        on_step(PEAK)
+    def run(self) -> None:
+        self._race.begin(PEAK)
         peak = self._work(max(self._plan.sizes), scattered=False)
         with self._race.attempt(PEAK):
             self._measure(peak, ContiguousCopy())
         peaks = {row.way: row.contenders for row, _ in peak}
         for size in self._plan.sizes:
-            on_step(size_text(size))
             work = self._work(size)
             for row, _ in work:
                 row.contenders.update(peaks[row.way])
-                self._results.rows.append(row)
             self._race.run(size_text(size), partial(self._measure, work))
+            self._results.rows += [row for row, _ in work]
 
     def _work(self, size: int, *, scattered: bool = True) -> Work:
         ways = self._plan.ways(size)

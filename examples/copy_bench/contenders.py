@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from examples.copy_bench.arena import Arena, rows
-from simple_offload.backends.base import CopyBackend, Direction, Measured
+from simple_offload.backends.base import CopyBackend, Direction, Pending
 from simple_offload.transfer import Transfer
 
 
@@ -50,7 +50,7 @@ class BackendContender(Contender):
     def __init__(self, name: str, make_backend: Callable[[], MeasuringBackend]) -> None:
         self.name = name
         self._make_backend = make_backend
-        self._last: dict[Direction, object] = {}
+        self._last: dict[Direction, Pending | None] = {}
 
     @contextmanager
     def opened(self, arena: Arena, size: int) -> Iterator[str]:
@@ -71,7 +71,7 @@ class BackendContender(Contender):
     def path(self, directions: Collection[Direction]) -> str | None:
         paths: set[str] = set()
         for pending in map(self._last.get, directions):
-            if isinstance(pending, Measured):
+            if pending is not None:
                 num_bytes = pending.measure().num_bytes
                 paths.add(max(num_bytes, key=num_bytes.__getitem__))
         return "mixed" if len(paths) > 1 else next(iter(paths), None)

@@ -71,7 +71,7 @@ class Results:
 
     plan: Plan
     machine: dict[str, Any]
-    """Device, driver, kernel, versions, date."""
+    """Device, driver, versions, date."""
     rows: list[Row] = field(default_factory=list)
     small_copies: list[SmallCopies] = field(default_factory=list)
     calibration: dict[int, str] = field(default_factory=dict)
@@ -82,7 +82,4 @@ class Results:
     """Contenders whose copies ended in an error: the step and the error."""
     faults: list[str] = field(default_factory=list)
     """The wrong bytes of all cells."""
-    memory: list[dict[str, Any]] = field(default_factory=list)
-    """By kind of host memory and number of processes, each round of each process and the medians;
-    or the error."""
     seconds: float = 0.0

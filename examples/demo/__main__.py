@@ -11,7 +11,7 @@ from rich.console import Console
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.child import Event, child_command, engine_environment, listen
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
-from examples.bench.connectors import NONE, OURS, WITH_FILES
+from examples.bench.connectors import CONTENDERS, NONE, OURS
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.demo.plan import FULL, QUICK, Plan
@@ -134,7 +134,7 @@ def _all_runs(plan: Plan, output: Path, runs: Sequence[str]) -> dict[str, list[A
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
         # "always": a small model computes sooner than a slow disk reads.
-        ours = WITH_FILES["ours-files-always"] if RESTARTED in runs else OURS
+        ours = CONTENDERS["ours-files-always"] if RESTARTED in runs else OURS
         ours = ours.with_files(Path(work).absolute() / "kv")
 
         def on_event(event: Event) -> None:

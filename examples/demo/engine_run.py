@@ -96,36 +96,27 @@ def _engine(plan: Plan, model: Path, contender: Contender) -> "LLM":
     )
 
 
-def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict[str, Any]:
+def _answer(llm: "LLM", name: str, prompt: list[int], length: int) -> dict[str, Any]:
     """Generate ``length`` tokens; return the fields of ``Answer`` but for user and turn."""
-    from vllm import RequestOutput, SamplingParams
+    from vllm import SamplingParams
 
-    engine = llm.llm_engine
     sampling = SamplingParams(
         temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0
     )
     before = _counters()
     faulthandler.dump_traceback_later(REQUEST_DEADLINE, exit=True)
     start = time.perf_counter()
-    engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
-    ttft = None
-    final: RequestOutput | None = None
-    while final is None:
-        for output in engine.step():
-            assert isinstance(output, RequestOutput)
-            if ttft is None and output.outputs[0].token_ids:
-                ttft = time.perf_counter() - start
-            if output.finished:
-                final = output
+    (final,) = llm.generate({"prompt_token_ids": list(prompt)}, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
     faulthandler.cancel_dump_traceback_later()
     source = counted(before, _counters())
 
     completion = final.outputs[0]
     assert completion.logprobs is not None
+    assert final.metrics is not None
     if completion.finish_reason != "length" or len(completion.token_ids) != length:
         raise RuntimeError(
-            f"request {request_id} ended by {completion.finish_reason} after "
+            f"request {name} ended by {completion.finish_reason} after "
             f"{len(completion.token_ids)} of {length} tokens"
         )
     return {
@@ -133,7 +124,7 @@ def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict
         "from_device": source["device_hit_tokens"],
         "from_host": source["external_hit_tokens"],
         "recomputed": source["computed_tokens"],
-        "ttft": ttft,
+        "ttft": final.metrics.first_token_latency,
         "seconds": seconds,
         "tokens": list(completion.token_ids),
         "logprobs": [

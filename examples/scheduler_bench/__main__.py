@@ -2,8 +2,9 @@
 
 import argparse
 import logging
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,10 +88,11 @@ def run(
     from examples.scheduler_bench import bench
     from examples.scheduler_bench.results import Results
 
-    results = Results(plan, machine())
+    results, start = Results(plan, machine()), time.monotonic()
     with Progress() as progress:
 
         def on_step(step: str) -> None:
+            results.seconds = time.monotonic() - start
             save_numbers(output, results.to_json())
             progress.show("scheduler_bench", step)
 
@@ -157,6 +159,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--traces",
+        dest="files",
         help="recorded requests to replay: Mooncake's JSONL or Claude Code sessions, also .xz",
         type=Path,
         metavar="FILE",
@@ -164,6 +167,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--memory",
+        dest="memories",
         help="device and host memory of a replay, in millions of tokens (default: 0.5/1 1/1 0.5/2)",
         type=_memory,
         metavar="D/H",
@@ -191,11 +195,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.parts = [part.value for part in Part]
         for part in (Part.SIZES, Part.MODELS, Part.BYTES):
             arguments.parts.remove(part.value)
-        if arguments.traces is None:
+        if arguments.files is None:
             arguments.parts.remove(Part.TRACES.value)
     arguments.parts = [Part(name) for name in arguments.parts]
     for part in {Part.TRACES, Part.SIZES} & set(arguments.parts):
-        if arguments.traces is None:
+        if arguments.files is None:
             parser.error(f"argument --parts: {part.value} needs --traces FILE")
     arguments.plan = _plan(arguments)
     return arguments
@@ -207,20 +211,15 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if (blocks := arguments.tier_blocks) is not None:
         filled = min(footprint.filled_blocks, blocks // 4)
         footprint = replace(footprint, tier_blocks=blocks, filled_blocks=filled)
-    traces = {
-        "files": arguments.traces,
-        "memories": arguments.memory,
-        "agents": arguments.agents,
-        "requests": arguments.requests,
-        "step_seconds": None if arguments.step_ms is None else arguments.step_ms / 1000,
-        "tokens_per_second": arguments.tokens_per_second,
-        "max_pause": arguments.max_pause,
-    }
-    given = {name: value for name, value in traces.items() if value is not None}
+    given = vars(arguments)
+    if arguments.step_ms is not None:
+        given["step_seconds"] = arguments.step_ms / 1000
+    names = (field.name for field in fields(plan.traces))
+    traces = {name: given[name] for name in names if given.get(name) is not None}
     return replace(
         plan,
         footprint=footprint,
-        traces=replace(plan.traces, **given),
+        traces=replace(plan.traces, **traces),
         models=tuple(MODELS[name] for name in arguments.models or MODELS),
         agents=replace(plan.agents, seeds=arguments.seeds or plan.agents.seeds),
         seed=arguments.seed,

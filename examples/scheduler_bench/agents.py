@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
+from itertools import count, islice
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from examples.scheduler_bench.hybrids import Model
 from examples.scheduler_bench.plan import AgentPlan
 from examples.scheduler_bench.planned import Planned
 from examples.scheduler_bench.results import Outcome
+from examples.scheduler_bench.turns import take_turns
 from examples.scheduler_bench.watch import Watch
 from simple_offload.memory import GIB
 
@@ -20,8 +22,6 @@ _FLOPS = 0.4e15
 """Of an H200 in 16 bits, at 40% of its peak."""
 _BUS_BYTES = 54e9
 """That a rank copies in a second, in each direction."""
-
-
 _FIRST = ", first"
 """In the name of a session's first request."""
 
@@ -34,13 +34,6 @@ class _Turn(NamedTuple):
     prompt_tokens: int
     """Behind the last answer, or behind the system prompt."""
     answer_tokens: int
-
-
-@dataclass
-class _Agent:
-    text: list[int]
-    answer: list[int]
-    is_busy: bool = False
 
 
 def run_agents(
@@ -68,10 +61,10 @@ def run_agents(
         shape = replace(shape, host_blocks=_most_blocks(planned, turns))
     with closing(Engine(contender, shape, planned)) as engine:
         watch = Watch(engine, is_later=lambda request: _FIRST not in request.request_id)
-        agents = _Agents(engine, plan)
-        agents.play(turns[:num_warm_up])
+        ask = _Agents(engine, plan).ask
+        take_turns(engine, turns[:num_warm_up], plan.running, attrgetter("place"), ask)
         watch.begin()
-        agents.play(turns[num_warm_up:])
+        take_turns(engine, turns[num_warm_up:], plan.running, attrgetter("place"), ask)
         side, memory = engine.side, engine.host_memory
         held = side.num_used(engine.connector) / side.num_host_blocks(engine.connector)
         return replace(watch.outcome(), host_bytes=int(held * memory.num_bytes))
@@ -100,43 +93,25 @@ def _turns(model: Model, plan: AgentPlan, seed: int) -> Iterator[_Turn]:
 class _Agents:
     def __init__(self, engine: Engine, plan: AgentPlan) -> None:
         self._engine = engine
-        self._plan = plan
         self._fresh = count(1)
         """Tokens: none comes twice, but as a part of a session."""
         self._system = self._tokens(plan.system_tokens)
-        self._agents = [_Agent([], []) for _ in range(plan.agents)]
+        self._texts: dict[int, list[int]] = {}
+        """Of the sessions, by agent, with the last answers."""
         self._num_turns = 0
 
-    def play(self, turns: Sequence[_Turn]) -> None:
-        """Until the last one has its answer."""
-        waiting, running = list(turns), dict[str, _Agent]()
-        while waiting or running:
-            while len(running) < self._plan.running:
-                # The first turn whose agent awaits no answer.
-                ready = (turn for turn in waiting if not self._agents[turn.place].is_busy)
-                if (turn := next(ready, None)) is None:
-                    break
-                waiting.remove(turn)
-                running[self._add(turn)] = self._agents[turn.place]
-            self._engine.step()
-            for name in [each for each in running if not self._engine.is_running(each)]:
-                running.pop(name).is_busy = False
-        self._engine.drain()
-
-    def _add(self, turn: _Turn) -> str:
+    def ask(self, turn: _Turn) -> str:
         """Ask for an answer. Returns the request's name."""
-        agent = self._agents[turn.place]
-        before = self._system if turn.is_first else agent.text + agent.answer
-        agent.text = before + self._tokens(turn.prompt_tokens)
-        agent.answer = self._tokens(turn.answer_tokens)
-        agent.is_busy = True
+        before = self._system if turn.is_first else self._texts[turn.place]
+        text, answer = before + self._tokens(turn.prompt_tokens), self._tokens(turn.answer_tokens)
+        self._texts[turn.place] = text + answer
         self._num_turns += 1
         name = f"{self._num_turns}{_FIRST if turn.is_first else ''}"
-        self._engine.add(name, agent.text, agent.answer)
+        self._engine.add(name, text, answer)
         return name
 
     def _tokens(self, number: int) -> list[int]:
-        return [next(self._fresh) for _ in range(number)]
+        return list(islice(self._fresh, number))
 
 
 def _device_blocks(model: Model, planned: Planned, plan: AgentPlan) -> int:

@@ -3,8 +3,8 @@
 import heapq
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, islice
 from random import Random
 
 from examples.scheduler_bench.contenders import Contender
@@ -35,7 +35,6 @@ def run_chat(
 class _User:
     name: str
     history: list[int]
-    answer: list[int] = field(default_factory=list)
     num_turns: int = 0
 
 
@@ -70,7 +69,7 @@ class _Chat:
                 answered = running.pop(request_id)
                 if answered is None:
                     continue
-                answered.history += answered.answer + self._tokens(plan.user_tokens)
+                answered.history += self._tokens(plan.user_tokens)
                 answered.num_turns += 1
                 if answered.num_turns < plan.turns:
                     heapq.heappush(due, (engine.now + plan.pause, next(order), answered))
@@ -84,9 +83,10 @@ class _Chat:
 
     def _add(self, user: _User, came: float) -> dict[str, _User | None]:
         """Ask for the user's next turn. Returns the requests that this makes."""
-        user.answer = self._tokens(self._plan.answer_tokens)
+        answer = self._tokens(self._plan.answer_tokens)
         name = f"{user.name}, turn {user.num_turns}"
-        self._engine.add(name, user.history, user.answer, came)
+        self._engine.add(name, user.history, answer, came)
+        user.history += answer
         added: dict[str, _User | None] = {name: user}
         self._num_turns += 1
         if self._one_offs and self._num_turns % self._plan.turns_per_one_off == 0:
@@ -97,4 +97,4 @@ class _Chat:
         return added
 
     def _tokens(self, number: int) -> list[int]:
-        return [next(self._fresh) for _ in range(number)]
+        return list(islice(self._fresh, number))

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -19,7 +18,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
-from examples.scheduler_bench.plan import BLOCK_SIZE
+from examples.scheduler_bench.plan import BLOCK_SIZE, Part
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.replicas import Replicas
 
@@ -144,7 +143,8 @@ class OurSide(Side):
 
     def num_used(self, connector: Any) -> int:
         tier = connector.scheduler.tier
-        return int(tier.num_used + tier.num_replicas)
+        num_replicas = tier.num_blocks - 1 - tier.max_contents
+        return int(tier.num_used + num_replicas)
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         return bool(connector.scheduler.tier.has(key))
@@ -222,16 +222,6 @@ class OffloadingSide(Side):
         return OffloadingWorkerMetadata({transfer.id: num_ranks for transfer in ended})
 
 
-class When(Enum):
-    """When a contender stores blocks."""
-
-    AT_ONCE = "at once"
-    WITH_ROOM = "with room"
-    """Soon, as long as the tier has room, and else like ``AT_EVICTION``."""
-    AT_EVICTION = "at eviction"
-    """When the device is about to evict them."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """A connector and its settings."""
@@ -242,18 +232,14 @@ class Contender:
     """Of ``kv_connector_extra_config``, beside the size."""
     rival: str | None = None
     """The contender that it is compared with."""
-    stores: When = When.AT_ONCE
+    parts: Collection[Part] = tuple(Part)
+    """That it takes part in."""
+    stores_late: bool = False
+    """Whether it stores blocks when the device is about to evict them, at least in a full tier."""
     for_one_offs: bool = False
-    """True if it takes part in hit rates with one-off prompts only."""
-    for_traces: bool = False
-    """True if it takes part in the replay of traces only."""
+    """Whether hit rates are those with one-off prompts only."""
     unlimited: bool = False
-    """True if it has all the host memory that it needs, and takes part in models only."""
-
-    @property
-    def takes_times(self) -> bool:
-        """Whether its time in the hooks and its memory are measured."""
-        return not self.for_one_offs and not self.for_traces and not self.unlimited
+    """Whether it has all the host memory that it needs."""
 
     @property
     def num_sub_blocks(self) -> int:
@@ -261,26 +247,36 @@ class Contender:
         return int(self.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
 
 
+# A tier that is filled before the device evicts has a footprint.
+_LAZY = {Part.COST, Part.HITS}
+_EAGER = _LAZY | {Part.FOOTPRINT}
+_REPLAYED = {Part.CHAT, Part.TRACES}
+_SIZED = _EAGER | _REPLAYED | {Part.SIZES}
+_MODELS = {Part.MODELS, Part.BYTES}
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        Contender("ours", OurSide(), {}, "builtin", When.WITH_ROOM),
-        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin", When.WITH_ROOM),
-        Contender("ours-eager", OurSide(), {"lazy_offload": False}, "builtin"),
-        Contender("ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", When.AT_EVICTION),
+        Contender("ours", OurSide(), {}, "builtin", stores_late=True),
+        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin", _EAGER, True),
+        Contender("ours-eager", OurSide(), {"lazy_offload": False}, "builtin", _SIZED),
+        Contender(
+            "ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", _LAZY | _REPLAYED, True
+        ),
         Contender(
             "ours-threshold",
             OurSide(),
             {"store_threshold": 2},
             "builtin",
-            When.WITH_ROOM,
+            {Part.HITS},
             for_one_offs=True,
         ),
-        Contender("ours-unlimited", OurSide(), stores=When.WITH_ROOM, unlimited=True),
-        Contender("builtin", BuiltinSide()),
-        Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, stores=When.AT_EVICTION),
-        Contender("none", Side(), {"connectors": []}, for_traces=True),
-        Contender("offloading", OffloadingSide(), for_traces=True),
-        Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, for_traces=True),
+        Contender("ours-unlimited", OurSide(), parts={Part.MODELS}, unlimited=True),
+        Contender("builtin", BuiltinSide(), parts=_EAGER | _REPLAYED | _MODELS),
+        Contender(
+            "builtin-lazy", BuiltinSide(), {"lazy_offload": True}, None, _LAZY | _REPLAYED, True
+        ),
+        Contender("none", Side(), {"connectors": []}, parts=_REPLAYED),
+        Contender("offloading", OffloadingSide(), parts=_REPLAYED | _MODELS),
+        Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, parts=_REPLAYED),
     )
 }

@@ -3,18 +3,20 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from operator import attrgetter
 from random import Random
 from typing import Protocol
 
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import Contender, When
+from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
+from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Part, Plan
 from examples.scheduler_bench.planned import MAX_MODEL_LEN
 from examples.scheduler_bench.results import POOL, Kind, Results, Row
 from examples.scheduler_bench.stopwatch import Cost, Hook
@@ -37,7 +39,7 @@ class Rig(Protocol):
         """Do the work once."""
 
 
-def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
+def run_costs(race: Race[Contender], results: Results) -> None:
     """Add rows to ``results``."""
     plan, cost = results.plan, results.plan.cost
 
@@ -45,16 +47,18 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
         step: str,
         size: int,
         make: Callable[[Contender], Rig],
-        whens: Collection[When] = tuple(When),
+        fits: Callable[[Contender], bool] = lambda _: True,
         pool: Rig | None = None,
     ) -> None:
         def takes_part(contender: Contender) -> bool:
-            return contender.takes_times and contender.stores in whens
+            return Part.COST in contender.parts and fits(contender)
 
-        begin(step)
         rigs = race.run(step, make, takes_part)
         cells: dict[Kind, dict[str, Cost]] = {}
-        with _quiet_heap():
+        # Chance decides which contender the garbage collector meets. (vLLM's engine core freezes
+        # all objects of its start, the tier included.)
+        gc.disable()
+        try:
             for _ in range(cost.repeats):
                 costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
                 if pool is not None:
@@ -65,6 +69,8 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
                         # Other work on the machine only adds time, so the least counts.
                         least = of_kind.setdefault(name, found)
                         of_kind[name] = min(least, found, key=attrgetter("seconds"))
+        finally:
+            gc.enable()
         results.rows += [Row(kind, size, of_kind) for kind, of_kind in cells.items()]
         for name, rig in rigs.items():
             if rig.num_missed:
@@ -81,12 +87,13 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
             f"one prompt of {length} tokens",
             length,
             partial(_Prompts, plan=plan, length=length, full_tier=None),
-            {When.AT_ONCE, When.WITH_ROOM},  # these prompts are not evicted
+            lambda each: Part.FOOTPRINT in each.parts,  # these prompts are not evicted
             _Pool(length, cost.repeats),
         )
     for blocks in cost.tiers:
         make_full = partial(_Prompts, plan=plan, length=cost.tier_tokens, full_tier=blocks)
-        measure(f"a full tier of {blocks} blocks", blocks, make_full, {When.AT_ONCE})
+        step = f"a full tier of {blocks} blocks"
+        measure(step, blocks, make_full, lambda each: not each.stores_late)
 
 
 class _Steps(Rig):
@@ -164,8 +171,8 @@ class Serving(_Steps):
 
 
 class _Prompts(Rig):
-    """One prompt after another, alone: stored cold, and then, after a reset of the device's cache,
-    loaded."""
+    """One prompt after another, alone: stored cold; then, after a reset of the device's cache,
+    loaded; and found on the device."""
 
     def __init__(
         self, contender: Contender, plan: Plan, length: int, full_tier: int | None
@@ -177,29 +184,27 @@ class _Prompts(Rig):
         self._random = Random(plan.seed)
         self._length = length
         self._ids = count()
-        self._kinds = (Kind.STORED, Kind.LOADED)
+        self._kinds = [Kind.STORED, Kind.LOADED, Kind.ON_DEVICE]
         if full_tier is not None:
-            self._kinds = (Kind.STORED_FULL, Kind.LOADED_FULL)
+            self._kinds = [Kind.STORED_FULL, Kind.LOADED_FULL]
             fill_tier(self.engine, full_tier, self._random)
         self.measure()
         self.num_missed = 0
 
     def measure(self) -> dict[Kind, Cost]:
-        """Of one prompt, stored and loaded."""
+        """Of one prompt, by kind."""
         prompt = _tokens(self._random, self._length)
         index = next(self._ids)
-        self.engine.stopwatch.drain()
-        self.engine.add(f"{index} cold", prompt, [1])
-        self.engine.drain()
-        stored = self.engine.stopwatch.drain()
-        self._empty_device()
-        self.engine.add(f"{index} again", prompt, [1])
-        self.engine.drain()
-        loaded = self.engine.stopwatch.drain()
-        self._empty_device()
+        costs = {}
+        for kind in self._kinds:
+            if kind is not Kind.ON_DEVICE:
+                self._empty_device()
+            self.engine.add(f"{index} {kind.value}", prompt, [1])
+            self.engine.drain()
+            costs[kind] = self.engine.stopwatch.drain()
         wanted = (self._length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        self.num_missed += wanted - self.engine.hits[f"{index} again"].host
-        return dict(zip(self._kinds, (stored, loaded), strict=True))
+        self.num_missed += wanted - self.engine.hits[f"{index} {self._kinds[1].value}"].host
+        return costs
 
     def _empty_device(self) -> None:
         """A connector learns of it in the next step, which is not part of any prompt."""
@@ -214,8 +219,6 @@ class _Pool(Rig):
     free its blocks: no hook, copy or order of its own."""
 
     def __init__(self, length: int, repeats: int) -> None:
-        from vllm.v1.core.block_pool import BlockPool
-
         self._num_blocks = length // BLOCK_SIZE
         room = (repeats + 1) * self._num_blocks + 1  # so that none is evicted
         self._device, self._host = (
@@ -225,8 +228,6 @@ class _Pool(Rig):
 
     def measure(self) -> dict[Kind, Cost]:
         """Of one prompt, stored and loaded."""
-        from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
-
         device, host, num_blocks = self._device, self._host, self._num_blocks
         hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
         keys = [make_block_hash_with_group_id(each, 0) for each in hashes]
@@ -262,17 +263,6 @@ def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
         engine.add(f"filler {index}", prompt, [1])
         engine.drain()
         left -= len(prompt) // BLOCK_SIZE
-
-
-@contextmanager
-def _quiet_heap() -> Iterator[None]:
-    """Stop the garbage collector: chance decides which contender it meets. (vLLM's engine core
-    freezes all objects of its start, the tier included.)"""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _tokens(random: Random, count: int) -> list[int]:

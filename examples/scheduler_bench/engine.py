@@ -172,10 +172,10 @@ class Engine:
         self.side.open(self.connector, self.host_memory)
         self.stopwatch = Stopwatch(self.connector)
         self.hits: dict[str, Hit] = {}
-        self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
-        """Is called when a request gets its blocks for the first time."""
-        self.on_end: Callable[[Request], None] = lambda _: None
-        """Is called when a request has its whole answer."""
+        self.on_hit: list[Callable[[Request, Hit], None]] = []
+        """Are called when a request gets its blocks for the first time."""
+        self.on_end: list[Callable[[Request], None]] = []
+        """Are called when a request has its whole answer."""
         self.waits: dict[str, Wait] = {}
         """By request, in the order in which they came."""
         self._without_blocks: dict[str, Wait] = {}
@@ -255,7 +255,8 @@ class Engine:
             for each in client_outputs.outputs:
                 if each.finish_reason is not None:
                     del self._answers[each.request_id]
-                    self.on_end(requests[each.request_id])
+                    for call in self.on_end:
+                        call(requests[each.request_id])
         self.stopwatch.end_step()
         num_tokens = scheduled.total_num_scheduled_tokens
         self.now += self.shape.step_seconds + num_tokens / self.shape.tokens_per_second
@@ -331,7 +332,8 @@ class Engine:
                 hit = Hit(on_device, num_external_tokens)
                 self.hits[request.request_id] = hit
                 self._note_blocks(request.request_id)
-                self.on_hit(request, hit)
+                for call in self.on_hit:
+                    call(request, hit)
             allocated(request, blocks, num_external_tokens)
 
         self.connector.get_num_new_matched_tokens = observed_lookup

@@ -7,21 +7,23 @@ time the median.
 
 import gc
 import logging
-import os
-import tempfile
 import time
-from dataclasses import asdict, replace
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from random import Random
 from statistics import median
-from typing import Any
 
 import psutil
+from vllm.v1.core.block_pool import BlockPool
 
-from examples.bench.child import Report, child_command, engine_environment, listen, run_child
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import CONTENDERS, Contender, When
-from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
+from examples.scheduler_bench.contenders import CONTENDERS, Contender
+from examples.scheduler_bench.costs import fill_tier
+from examples.scheduler_bench.engine import Engine, Shape
+from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan, Part
+from examples.scheduler_bench.planned import MAX_MODEL_LEN
 from examples.scheduler_bench.results import POOL, Footprint, Results
 
 BYTES_EXPECTED = 400
@@ -41,7 +43,7 @@ def run_footprints(race: Race[Contender], results: Results) -> None:
     results.footprints |= race.run(
         f"a tier of {plan.tier_blocks} blocks",
         lambda contender: measure_footprint(contender.name, plan),
-        lambda each: each.takes_times and each.stores is not When.AT_EVICTION,
+        lambda each: Part.FOOTPRINT in each.parts,
     )
     with race.attempt(POOL):
         results.footprints[POOL] = measure_footprint(POOL, plan)
@@ -49,33 +51,14 @@ def run_footprints(race: Race[Contender], results: Results) -> None:
 
 def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
     """Of a contender or ``POOL``, in a process of its own. All numbers are for device blocks, also
-    where host blocks are larger. Raises RunFailed."""
-    found: list[Footprint] = []
-    with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as scratch:
-        listen(
-            child_command("examples.scheduler_bench.footprint", name=name, **asdict(plan)),
-            engine_environment("cpu", Path(scratch)),
-            Path(scratch) / f"{name}.log",
-            lambda event: found.append(Footprint(**event)),
-        )
-    return found[0]
-
-
-def run(arguments: dict[str, Any], report: Report) -> None:
-    """Measure in this process."""
-    logging.disable(logging.WARNING)
-    name = arguments.pop("name")
-    plan = FootprintPlan(**arguments)
-    report(asdict(_measure_pool(plan) if name == POOL else _measure_tier(name, plan)))
-    # Freeing millions of objects one by one takes as long as it took to make them.
-    os._exit(0)
+    where host blocks are larger. Raises what the measurement raises."""
+    measure = _measure_pool if name == POOL else partial(_measure_tier, name)
+    quiet = (logging.disable, (logging.WARNING,))
+    with ProcessPoolExecutor(1, get_context("spawn"), *quiet) as executor:
+        return executor.submit(measure, plan).result()
 
 
 def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
-    from examples.scheduler_bench.costs import fill_tier
-    from examples.scheduler_bench.engine import Engine, Shape
-    from examples.scheduler_bench.planned import MAX_MODEL_LEN
-
     contender = CONTENDERS[name]
     num_sub_blocks = contender.num_sub_blocks
     num_device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
@@ -113,8 +96,6 @@ def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
 
 
 def _measure_pool(plan: FootprintPlan) -> Footprint:
-    from vllm.v1.core.block_pool import BlockPool
-
     seconds, per_block = [], []
     for _ in range(plan.repeats):
         before, begin = _resident_bytes(), time.process_time()
@@ -128,7 +109,3 @@ def _measure_pool(plan: FootprintPlan) -> Footprint:
 def _resident_bytes() -> int:
     gc.collect()
     return int(psutil.Process().memory_info().rss)
-
-
-if __name__ == "__main__":
-    run_child(run)

@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
 
 from examples.scheduler_bench.hybrids import Model
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS
@@ -86,39 +79,28 @@ class Planned:
         return parse_plan(describe(self.config, self.kv_cache))
 
 
+_ONE_GROUP = Model(
+    "a layer of attention",
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 1024,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "torch_dtype": "bfloat16",
+    },
+    num_ranks=1,
+    options={"block_size": BLOCK_SIZE},
+)
+
+
 @lru_cache(maxsize=1)
 def one_group() -> Planned:
-    """A model with a layer of attention in blocks of ``BLOCK_SIZE`` tokens."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-    )
-    page = spec.page_size_bytes
-    kv_cache = KVCacheConfig(
-        num_blocks=1,
-        kv_cache_tensors=[
-            KVCacheTensor(size=page, layers=["0"], layer_stride=page, block_stride=page)
-        ],
-        kv_cache_groups=[KVCacheGroupSpec(["0"], spec)],
-        prefix_cache_retention_interval=CacheConfig().prefix_cache_retention_interval,
-    )
-    # vLLM reads the folder once, so it need not stay.
-    with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as folder:
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=1024,
-            hidden_size=1024,
-            num_hidden_layers=1,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=MAX_MODEL_LEN,
-        ).save_pretrained(folder)
-        config = VllmConfig(
-            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16"),
-            cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
-            device_config=DeviceConfig("cpu"),
-        )
-    config.cache_config.block_size = BLOCK_SIZE  # vLLM's CPU platform would have larger ones
-    return Planned(config, kv_cache)
+    """Of a model with a layer of attention in blocks of ``BLOCK_SIZE`` tokens."""
+    (planned,) = plan_models([_ONE_GROUP])
+    return planned
 
 
 def plan_models(models: Iterable[Model]) -> list[Planned]:

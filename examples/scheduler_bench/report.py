@@ -1,6 +1,6 @@
 """The results as tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rich.table import Table
@@ -10,7 +10,6 @@ from examples.scheduler_bench.results import (
     LEAST,
     POOL,
     Kind,
-    Outcome,
     Play,
     Results,
     Sizes,
@@ -186,12 +185,18 @@ def agent_table(plays: Sequence[Play]) -> Table:
     for play in plays:
         table.add_row(play.name, style="bold")
         for name, runs in play.runs.items():
-            shares = [[each.share(tokens(each)) for each in runs] for tokens in _AGENT_SHARES]
+            shares = (
+                [
+                    100 * run.share(tokens)
+                    for tokens in (run.device, run.host, run.prompt - run.found)
+                ]
+                for run in runs
+            )
             first = [figures(each.first_turns) for each in runs]
             later = [figures(each.later_turns) for each in runs]
             table.add_row(
                 name,
-                *(_spread([100 * share for share in each], 1) for each in shares),
+                *(_spread(each, 1) for each in zip(*shares, strict=True)),
                 f"{fmean(each.stored for each in runs) / 1000:.1f}",
                 f"{fmean(each.host_bytes for each in runs) / GIB:.1f}",
                 *(
@@ -202,13 +207,6 @@ def agent_table(plays: Sequence[Play]) -> Table:
             )
         table.add_section()
     return table
-
-
-_AGENT_SHARES: tuple[Callable[[Outcome], int], ...] = (
-    lambda outcome: outcome.device,
-    lambda outcome: outcome.host,
-    lambda outcome: outcome.prompt - outcome.found,
-)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

@@ -16,8 +16,6 @@ from simple_offload.sizing.traces import Trace
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-PREDICTED = ("ours", "ours-eager")
-"""The contenders whose hits are predicted: of a tier that is exclusive, and of one that is not."""
 REPLAYED = (0.5, 1.0, 2.0, 4.0)
 """Sizes of host memory, over the one that the others are predicted from."""
 _WARM_UP_ENDS = 1e12
@@ -80,17 +78,8 @@ class _Recorder:
         )
         self.curve = MissRatioCurve(window=_WARM_UP_ENDS / 2, clock=self._clock)
         self.curve.cover(self.caches.device + FACTORS[-1] * self.caches.host)
-        on_hit, on_end = engine.on_hit, engine.on_end
-
-        def also_on_hit(request: "Request", hit: Hit) -> None:
-            on_hit(request, hit)
-            self._on_hit(request, hit)
-
-        def also_on_end(request: "Request") -> None:
-            on_end(request)
-            self.curve.on_used(request.block_hashes)
-
-        engine.on_hit, engine.on_end = also_on_hit, also_on_end
+        engine.on_hit.append(self._on_hit)
+        engine.on_end.append(lambda request: self.curve.on_used(request.block_hashes))
 
     def came(self, trace: Trace) -> Trace:
         """The requests of ``trace``, each at the time at which it came."""

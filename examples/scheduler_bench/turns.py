@@ -1,16 +1,19 @@
 """Hit rates: conversations that take turns, over tiers that do or do not hold them all."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import replace
 from random import Random
+from typing import TypeVar
 
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, HitPlan, Order
 from examples.scheduler_bench.results import Outcome
 from examples.scheduler_bench.watch import Watch
+
+T = TypeVar("T")
 
 
 class Workload:
@@ -52,15 +55,6 @@ class Workload:
                 yield None
 
 
-@dataclass
-class _Conversation:
-    history: list[int]
-    """Token ids, prompts and answers."""
-    answer: list[int] = field(default_factory=list)
-    num_turns: int = 0
-    running: bool = False
-
-
 def run_turns(
     contender: Contender, plan: HitPlan, order: Order, one_offs: bool, host_part: float, seed: int
 ) -> Outcome:
@@ -87,49 +81,62 @@ def run_turns(
     )
 
 
+def take_turns(
+    engine: Engine,
+    turns: Iterable[T],
+    running: int,
+    whose: Callable[[T], int | None],
+    ask: Callable[[T], str],
+) -> None:
+    """``ask`` for the answers to ``turns`` in their order, at most ``running`` at a time. A turn
+    waits for the answer to an earlier one of the same number in ``whose``; None waits for none.
+    ``ask`` adds a request and returns its name. Returns at rest."""
+    waiting, busy = list(turns), dict[str, int | None]()
+    while waiting or busy:
+        while len(busy) < running:
+            places = (
+                place
+                for place, turn in enumerate(waiting)
+                if (number := whose(turn)) is None or number not in busy.values()
+            )
+            if (place := next(places, None)) is None:
+                break
+            turn = waiting.pop(place)
+            busy[ask(turn)] = whose(turn)
+        engine.step()
+        busy = {name: number for name, number in busy.items() if engine.is_running(name)}
+    engine.drain()
+
+
 def _play(engine: Engine, load: Workload) -> dict[str, int]:
-    """Returns, by request, the tokens that were computed before, in whole blocks."""
+    """Returns, by request of a conversation, the tokens that were computed before, in whole
+    blocks."""
     plan = load.plan
     system = _tokens(f"{load.seed} system", plan.system_tokens)
-    conversations = [_Conversation(list(system)) for _ in range(plan.conversations)]
-    waiting = list(load.sequence())
-    running: dict[str, _Conversation] = {}
+    histories = [list(system) for _ in range(plan.conversations)]
+    num_turns = Counter[int | None]()
     known: dict[str, int] = {}
-    one_offs = count()
-    while waiting or running:
-        while len(running) < plan.running:
-            # The first turn whose conversation awaits no answer.
-            ready = (
-                place
-                for place, index in enumerate(waiting)
-                if index is None or not conversations[index].running
-            )
-            if (place := next(ready, None)) is None:
-                break
-            index = waiting.pop(place)
-            if index is None:
-                request_id = f"{load.seed} one-off {next(one_offs)}"
-                talk = _Conversation(_tokens(request_id, plan.one_off_tokens))
-                known[request_id] = 0
-            else:
-                talk = conversations[index]
-                request_id = f"{load.seed} conversation {index} turn {talk.num_turns}"
-                # The last token of an answer is never computed.
-                length = len(talk.history) - bool(talk.num_turns)
-                any_ended = any(each.num_turns for each in conversations)
-                known[request_id] = length // BLOCK_SIZE * BLOCK_SIZE if any_ended else 0
-                talk.history += _tokens(request_id, load.user_tokens[index][talk.num_turns])
-            talk.running = True
-            talk.answer = _tokens(f"{request_id} answer", plan.answer_tokens)
-            engine.add(request_id, talk.history, talk.answer)
-            running[request_id] = talk
-        engine.step()
-        for request_id in [each for each in running if not engine.is_running(each)]:
-            talk = running.pop(request_id)
-            talk.history += talk.answer
-            talk.num_turns += 1
-            talk.running = False
-    engine.drain()
+
+    def ask(index: int | None) -> str:
+        turn = num_turns[index]
+        num_turns[index] += 1
+        if index is None:
+            name = f"{load.seed} one-off {turn}"
+            text = _tokens(name, plan.one_off_tokens)
+        else:
+            name = f"{load.seed} conversation {index} turn {turn}"
+            text = histories[index]
+            # The last token of an answer is never computed.
+            length = len(text) - bool(turn)
+            any_ended = not all(map(engine.is_running, known))
+            known[name] = length // BLOCK_SIZE * BLOCK_SIZE if any_ended else 0
+            text += _tokens(name, load.user_tokens[index][turn])
+        answer = _tokens(f"{name} answer", plan.answer_tokens)
+        engine.add(name, text, answer)
+        text += answer
+        return name
+
+    take_turns(engine, load.sequence(), plan.running, lambda index: index, ask)
     return known
 
 

@@ -51,8 +51,8 @@ class Watch:
         if is_later is None:
             # vLLM's own method, which no hook announces.
             pool._maybe_evict_cached_block = partial(self._evict, pool._maybe_evict_cached_block)
-            engine.on_end = self._on_end
-        engine.on_hit = self._on_hit
+            engine.on_end.append(lambda each: self._seen.update(map(bytes, each.block_hashes)))
+        engine.on_hit.append(self._on_hit)
 
     def begin(self) -> None:
         """Count from now on."""
@@ -129,9 +129,6 @@ class Watch:
         self._hits.append(hit)
         self._num_prompt_tokens += num_tokens
         self._waits[is_later].append(self._engine.waits[request.request_id])
-
-    def _on_end(self, request: "Request") -> None:
-        self._seen.update(map(bytes, request.block_hashes))
 
     def _evict(self, evict: Callable[[Any], bool], block: Any) -> bool:
         key = block.block_hash

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
-from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, WITH_FILES, Contender, before
+from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, Contender, before
 from examples.bench.models import DEEPSEEK_LITE
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
@@ -170,7 +170,7 @@ def _parser() -> BenchParser:
     parser.add_names(
         "--contenders",
         "connectors, the first being the base of ratios",
-        (*CONTENDERS, *WITH_FILES),
+        CONTENDERS,
         f"{', '.join(DEFAULT)}; with --files those with files too; on the CPU "
         f"{', '.join(ON_CPU)} of these",
     )
@@ -327,11 +327,17 @@ def _with_conversations(parser: BenchParser, arguments: argparse.Namespace, plan
 
 
 def _contenders(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> list[Contender]:
-    default = DEFAULT if arguments.files is None else (*DEFAULT, *WITH_FILES)
-    contenders = parser.contenders(arguments.contenders, plan.device, default)
-    for contender in contenders:
-        if contender.has_files and arguments.files is None:
-            parser.error(f"argument --contenders: {contender.name} needs --files DIR")
+    allowed = ON_CPU if plan.device == "cpu" else tuple(CONTENDERS)
+    for name in (named := arguments.contenders or ()):
+        if name not in allowed:
+            parser.error(
+                f"argument --contenders: {name!r} does not run on the CPU: choose from "
+                f"{', '.join(allowed)}"
+            )
+        if CONTENDERS[name].has_files and arguments.files is None:
+            parser.error(f"argument --contenders: {name} needs --files DIR")
+    files = [] if arguments.files is None else [n for n, c in CONTENDERS.items() if c.has_files]
+    contenders = [CONTENDERS[name] for name in named or (*DEFAULT, *files) if name in allowed]
     if arguments.before is not None:
         if not (arguments.before / PACKAGE / "__init__.py").is_file():
             parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")

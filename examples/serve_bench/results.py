@@ -10,12 +10,11 @@ from rich.table import Table
 
 from examples.bench.connectors import COLORS, Contender
 from examples.bench.tables import (
-    Runs,
     cells_with_ratios,
     make_figure,
     make_table,
     medians,
-    numbers_table,
+    optional,
     percentile,
     save_figure,
 )
@@ -70,6 +69,8 @@ COUNTS = frozenset({"requests", "prompt_tokens", "preemptions"})
 STATISTICS = ("mean", "p50", "p90", "p99", "worst")
 PLOT = "ttft.png"
 
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By contender, its runs in their order."""
 Times = Mapping[str, Mapping[str, float]]
 """By kind of request, the statistics of its TTFT in seconds."""
 
@@ -275,12 +276,17 @@ def workload_tables(by_contender: Summaries, name: str, title: str) -> Iterator[
         for row, (who, *cells) in enumerate(zip(times, *columns, strict=True)):
             table.add_row(kind if row == 0 else "", who, *cells)
     yield table
-    shown = {
-        number for summary in each.values() for number, value in summary.numbers.items() if value
-    }
-    rows = [row for row in ROWS if row[0] in shown]
-    numbers = {who: summary.numbers for who, summary in each.items()}
-    yield numbers_table(numbers, rows, COUNTS, name)
+    table = make_table("", *each, title=name)
+    for number, heading, scale in ROWS:
+        values = [summary.numbers.get(number) for summary in each.values()]
+        if not any(values):
+            continue
+        if number in COUNTS:
+            cells = [optional(value, ",.0f") for value in values]
+        else:
+            cells = cells_with_ratios(values, scale)
+        table.add_row(heading, *cells)
+    yield table
 
 
 def save_plot(folder: Path, by_contender: Summaries) -> Path:

@@ -36,13 +36,10 @@ class Faults:
     """The request that is answered with status 500."""
     short_at: int | None = None
     """The request whose answer lacks its last token."""
-    other_from: float = float("inf")
-    """The request from which on answers have other tokens."""
     stall_at: int | None = None
     """The request whose answer never ends."""
     stall_pipe: str | None = None
     """A named pipe to write to when it stalls."""
-    no_hits: bool = False
     resets_refused: int = 0
     """Number of resets that fail before one succeeds."""
 
@@ -94,10 +91,9 @@ class Handler(BaseHTTPRequestHandler):
         """Tokens of ``prompt`` that are cached; from now on all of them are."""
         local = _known(prompt, self.on_device) // 2
         external = max(0, _known(prompt, self.outside) - local)
-        if not self.faults.no_hits:
-            self.on_device.append(prompt)
-            if self.connector:
-                self.outside.append(prompt)
+        self.on_device.append(prompt)
+        if self.connector:
+            self.outside.append(prompt)
         self.sources["external_kv_transfer"] += external
         self.sources["local_cache_hit"] += local
         self.sources["local_compute"] += len(prompt) - local - external
@@ -106,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
     def _stream(self, number: int, prompt: Sequence[int], cached: int, length: int) -> None:
         self.send_response(200)
         self.end_headers()
-        first = sum(prompt) + (number >= self.faults.other_from)
+        first = sum(prompt)
         num_tokens = length - (number == self.faults.short_at)
         for token in range(first, first + num_tokens):
             self._event({"choices": [{"text": f"w{token} "}]})

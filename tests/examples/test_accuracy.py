@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("prometheus_client")
-
 from examples.accuracy.__main__ import main
 from examples.accuracy.evaluation import Evaluation, Score, evaluate, find_python, read_evaluation
 from examples.accuracy.results import METRICS, Outcome, Pass

@@ -52,19 +52,18 @@ def has_lm_eval() -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not has_lm_eval(), reason="needs lm_eval (make set-up-eval)")
 @pytest.mark.parametrize("name", OUR_MODELS)
-@pytest.mark.parametrize("corrupt", [False, True], ids=["product", "corrupted"])
-def test_answers_from_the_host_tier(
-    name: str, corrupt: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_corrupted_blocks_change_all_answers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With vLLM and lm_eval: the connector changes no answer, and corrupted blocks change all."""
+    """With vLLM and lm_eval. tests/docs/test_readme.py runs it without corruption."""
     arguments = ["--model", str(MODELS / name), "--samples", "12", "--output", str(tmp_path)]
-    code = main([*arguments, *(["--corrupt"] if corrupt else [])])
+    code = main([*arguments, "--corrupt"])
     printed = capsys.readouterr().out
     passes = json.loads((tmp_path / NUMBERS).read_text())[name]["passes"]
     scores = {each: numbers["scores"][0]["value"] for each, numbers in passes.items()}
     assert scores["without"] == scores["first pass"] >= 0.9
     assert passes["second pass"]["hit_share"] > 0.9
     assert passes["second pass"]["device_hit_tokens"] == 0
-    assert code == (BAD_RESULT if corrupt else 0), printed
-    assert ("FAILED" if corrupt else "PASSED: all 12 samples") in printed
-    assert scores["second pass"] == (0 if corrupt else scores["without"])
+    assert code == BAD_RESULT, printed
+    assert "FAILED" in printed
+    assert scores["second pass"] == 0

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-pytest.importorskip("rich")
-
-
 from examples.bench.child import LAYOUT, Event, engine_environment, listen
 from examples.bench.command import CANNOT_START, CannotStart
 from examples.bench.connectors import CONTENDERS
@@ -75,6 +72,7 @@ from tests.examples.processes import assert_gone
         ("scheduler_bench", "--contenders theirs", "--contenders: 'theirs' is none of ours, "),
         ("scheduler_bench", "--seeds 0", "--seeds: 0 is not within 1 and 100"),
         ("scheduler_bench", "--parts traces", "--parts: traces needs --traces FILE"),
+        ("scheduler_bench", "--parts sizes", "--parts: sizes needs --traces FILE"),
         ("scheduler_bench", "--memory 1", "'1' is not device/host in millions of tokens"),
     ],
 )
@@ -143,11 +141,13 @@ def test_contenders_differ_in_the_connector_and_one_in_the_layout(
 
 
 def test_contenders_take_turns_at_being_first() -> None:
-    race = Race([SimpleNamespace(name=name) for name in "abc"])
+    steps: list[str] = []
+    race = Race([SimpleNamespace(name=name) for name in "abc"], steps.append)
     seen: list[str] = []
     for _ in range(2):
         race.run("nothing", lambda each: seen.append(each.name), lambda each: each.name != "b")
     assert seen == ["a", "c", "c", "a"]
+    assert steps == ["nothing"]
 
 
 # Numbers and reports

@@ -1,10 +1,7 @@
 """The Dockerfile, the values for Helm and llm-d's overlay: as far as they run without a cluster."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,14 @@ import yaml
 from packaging.requirements import Requirement
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from simple_offload.config import GIB, OffloadConfig
 from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.ranks import Ranks
 from simple_offload.vllm_compat import NEWEST, OLDEST
 from tests.conftest import Machine, MakeVllmConfig
-from tests.test_packaging import EXTRAS
+from tests.test_drop_in import engine_config
+from tests.test_packaging import EXTRAS, build_wheel
 from tools.set_up import ROOT
 
 DEPLOY = ROOT / "examples" / "deploy"
@@ -60,14 +57,6 @@ def engine_arguments(model_spec: dict[str, Any]) -> list[str]:
     return [f"--{prefix_caching}-prefix-caching", *own, *extra_args]
 
 
-def engine_config(arguments: list[str]) -> VllmConfig:
-    """What `vllm serve` makes of its arguments."""
-    parser: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
-    given = parser.parse_args([*arguments, "--skip-tokenizer-init"])
-    config: VllmConfig = AsyncEngineArgs.from_cli_args(given).create_engine_config()
-    return config
-
-
 def tier_bytes(config: VllmConfig, limit: int, machine: Machine) -> int | None:
     """The size of the host tier in a container with that limit, of ``limit`` bytes."""
     assert config.kv_transfer_config is not None
@@ -79,7 +68,7 @@ def tier_bytes(config: VllmConfig, limit: int, machine: Machine) -> int | None:
     machine.write("/sys/fs/cgroup/pod/memory.max", str(limit))
     num_ranks = config.parallel_config.world_size
     extra_config = config.kv_transfer_config.kv_connector_extra_config
-    return OffloadConfig.parse(extra_config, num_ranks).cpu_bytes_to_use
+    return OffloadConfig.parse(extra_config, Ranks(num_ranks, num_ranks)).cpu_bytes_to_use
 
 
 # The image
@@ -106,13 +95,8 @@ def test_what_the_image_copies_makes_the_whole_wheel(tmp_path: Path) -> None:
             place = source / Path(whole).relative_to("/src") / name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(ROOT / name)
-    build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(tmp_path)]
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run([sys.executable, "-m", *build, str(source)], check=True, env=environment)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    assert "simple_offload/connector.py" in names
+    with zipfile.ZipFile(build_wheel(source, tmp_path)) as archive:
+        assert "simple_offload/connector.py" in archive.namelist()
 
 
 # The chart
@@ -135,9 +119,8 @@ def test_vllm_serves_with_the_connector(
     model_spec: dict[str, Any], make_vllm_config: MakeVllmConfig, machine: Machine
 ) -> None:
     """The parser takes every argument, and the tier fits beside what vLLM needs."""
-    arguments = engine_arguments(model_spec)
-    small = ["--model", make_vllm_config().model_config.model, "--max-model-len", "512"]
-    config = engine_config([*arguments, *small])
+    model = make_vllm_config().model_config.model
+    config = engine_config(model, *engine_arguments(model_spec), "--max-model-len", "512")
     assert config.cache_config.enable_prefix_caching
     limit = int(model_spec["limitMemory"].removesuffix("Gi")) * GIB
     assert tier_bytes(config, limit, machine) == 72 * GIB
@@ -170,7 +153,7 @@ def test_vllm_serves_with_the_overlays_arguments(
     (container,) = PATCH["spec"]["template"]["spec"]["containers"]
     model, *arguments = container["args"]
     assert model == "Qwen/Qwen3-32B"
-    small = ["--model", make_vllm_config().model_config.model, "--max-model-len", "512"]
-    config = engine_config([*arguments, *small])
+    small = make_vllm_config().model_config.model
+    config = engine_config(small, *arguments, "--max-model-len", "512")
     assert config.parallel_config.tensor_parallel_size == 2
     assert tier_bytes(config, GUIDE_LIMIT, machine) == 100 * GIB

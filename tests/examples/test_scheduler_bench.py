@@ -7,16 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("rich")
-pytest.importorskip("vllm")
-
 from rich.console import Console
 
 from examples.bench.command import BAD_RESULT, RUN_FAILED
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench import report
-from examples.scheduler_bench.agents import run_agents
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, HostMemory, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape, Wait
@@ -88,7 +83,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(row["kind"], row["size"]) for row in numbers["rows"]] == [
         *(("decode", 1), ("decode", 3), ("serving", 1), ("serving", 3)),
         *(("conversations", 1), ("conversations", 3)),
-        *(("stored", 64), ("loaded", 64), ("stored", 256), ("loaded", 256)),
+        *((kind, size) for size in (64, 256) for kind in ("stored", "loaded", "on the device")),
         *(("stored, tier full", 64), ("loaded, tier full", 64)),
     ]
     for row in numbers["rows"]:
@@ -199,12 +194,6 @@ def test_sizes_of_host_memory_are_predicted_and_replayed(
     assert run["4.0"]["of_order"] == pytest.approx(run["4.0"]["in_loop"], abs=0.03)
 
 
-def test_parts_that_need_traces(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--parts", "sizes"])
-    assert "--parts: sizes needs --traces FILE" in capsys.readouterr().err
-
-
 def test_too_little_memory_is_refused_beforehand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,10 +262,9 @@ def test_who_gets_blocks_first_is_counted() -> None:
     assert engine.waits["0"].got_blocks > engine.waits["2"].got_blocks
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_hit_counts(name: str) -> None:
+def test_hit_counts() -> None:
     plan = replace(TINY.hits, running=1)
-    count = run_turns(CONTENDERS[name], plan, Order.ROUND_ROBIN, False, host_part=1.0, seed=0)
+    count = run_turns(CONTENDERS["ours"], plan, Order.ROUND_ROBIN, False, host_part=1.0, seed=0)
     known = 0
     for messages in Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0).user_tokens:
         history = plan.system_tokens
@@ -363,15 +351,6 @@ def test_agents_of_a_hybrid_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     ours = found["ours"]["device"] + found["ours"]["host"]
     assert found["ours-unlimited"]["device"] + found["ours-unlimited"]["host"] >= ours
     assert ours > found["builtin"]["device"] + found["builtin"]["host"]
-
-
-def test_agents_of_a_connector_that_never_hits() -> None:
-    model = MODELS["kimi-k3"]
-    (planned,) = plan_models([model])
-    deaf = Faulty("get_num_new_matched_tokens", lambda request, computed: (0, False))
-    outcome = run_agents(Contender("ours", deaf), model, planned, 80.0, AGENTS, seed=0)
-    assert outcome.host == 0 < outcome.device < outcome.prompt
-    assert outcome.host_bytes > 0
 
 
 # The report

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("vllm")
-
 from examples.bench.command import CANNOT_START, CannotStart
 from examples.bench.traces import read_trace, sessions_in_order
 from examples.scheduler_bench import __main__ as command
