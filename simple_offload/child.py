@@ -1,5 +1,7 @@
 """Answers of a module that runs in a process of its own, as an import may end it."""
 
+import gc
+import importlib
 import json
 import os
 import subprocess
@@ -11,14 +13,14 @@ from typing import Any
 
 
 def ask(module: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
-    """Run ``python -m MODULE OPTIONS FILE`` for at most ``seconds``. OPTIONS is a JSON object, and
-    the module writes JSON to FILE. It is not to ask Hugging Face's hub for anything. Returns the
-    content of FILE (None if there is none), and how the process ended."""
+    """Call ``answer(file, **options)`` of ``module``, in a process that runs for at most
+    ``seconds``. It writes JSON to ``file``. It is not to ask Hugging Face's hub for anything.
+    Returns the content of the file (None if there is none), and how the process ended."""
     with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
         answer = Path(folder) / "answer.json"
         try:
             done = subprocess.run(
-                [sys.executable, "-m", module, json.dumps(options), str(answer)],
+                [sys.executable, "-m", __name__, module, str(answer), json.dumps(options)],
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -32,3 +34,9 @@ def ask(module: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, s
         except subprocess.TimeoutExpired:
             end = f"the process did not end within {seconds} s"
         return (json.loads(answer.read_text()) if answer.exists() else None), end
+
+
+if __name__ == "__main__":
+    # Imports make millions of objects that stay. To look for garbage takes a third of their time.
+    gc.disable()
+    importlib.import_module(sys.argv[1]).answer(Path(sys.argv[2]), **json.loads(sys.argv[3]))

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from simple_offload import memory
 from simple_offload.logs import get_logger
+from simple_offload.ranks import Ranks
 
 GIB = memory.GIB
 
@@ -228,16 +229,8 @@ class OffloadConfig(BaseModel):
     """Accepted for configurations of the built-in connector."""
 
     @classmethod
-    def parse(
-        cls,
-        extra_config: Mapping[str, Any],
-        num_ranks: int,
-        num_ranks_here: int | None = None,
-        num_local: int | None = None,
-    ) -> Self:
-        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_local``: those on
-        this machine, ``num_ranks_here``: the ranks of all engines of the server on it; both
-        ``num_ranks`` by default.
+    def parse(cls, extra_config: Mapping[str, Any], ranks: Ranks) -> Self:
+        """Validate ``extra_config`` for an engine of these ranks.
 
         Raises ConfigError, which names every wrong key, or a size that exceeds the memory of this
         machine (or of its cgroup).
@@ -250,10 +243,9 @@ class OffloadConfig(BaseModel):
             lines = [_explain(detail) for detail in error.errors()]
             raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
         if _share_of(own.get("cpu_bytes_to_use")) is not None:  # other machines add theirs
-            whole = config.cpu_bytes_to_use * num_ranks // (num_local or num_ranks)
+            whole = config.cpu_bytes_to_use * ranks.num // (ranks.num_local or ranks.num)
             config = config.model_copy(update={"cpu_bytes_to_use": whole})
-        num_here = num_ranks if num_ranks_here is None else num_ranks_here
-        config._check_memory(own.get(config._size_key), num_ranks, num_here)
+        config._check_memory(own.get(config._size_key), ranks)
         return config
 
     def bytes_per_rank(self, num_ranks: int) -> int:
@@ -273,7 +265,7 @@ class OffloadConfig(BaseModel):
         fitting = budget // block_bytes
         owner = "rank" if num_sharing == 1 else f"{num_sharing} ranks"
         if self.num_cpu_blocks is not None:
-            sized = {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
+            sized = self.model_fields_set.intersection(_MEMORY_KEYS)
             if sized and self.num_cpu_blocks > fitting:
                 raise ConfigError(
                     f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes per {owner} hold only "
@@ -310,12 +302,10 @@ class OffloadConfig(BaseModel):
         per_rank = self.cpu_bytes_to_use_per_rank is not None
         return "cpu_bytes_to_use_per_rank" if per_rank else "cpu_bytes_to_use"
 
-    def _check_memory(self, given: object, num_ranks: int, num_ranks_here: int) -> None:
-        if self.num_cpu_blocks is not None and not (
-            {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
-        ):
+    def _check_memory(self, given: object, ranks: Ranks) -> None:
+        if self.num_cpu_blocks is not None and self.model_fields_set.isdisjoint(_MEMORY_KEYS):
             return  # a block's bytes depend on the model: host_pool.py checks them
-        needed = self.bytes_per_rank(num_ranks) * num_ranks_here
+        needed = self.bytes_per_rank(ranks.num) * ranks.num_here
         value = getattr(self, self._size_key) if given is None else given
         check_fits_memory(needed, self._size_key, value)
 

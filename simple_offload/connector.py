@@ -72,7 +72,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported_deployment(vllm_config)
         ranks = Ranks.from_config(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
-        config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here, ranks.num_local)
+        config = OffloadConfig.parse(extra_config, ranks)
         if role == KVConnectorRole.SCHEDULER and (ignored := ignored_keys(extra_config)):
             logger.warning("Ignored in kv_connector_extra_config: %s", ", ".join(ignored))
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -104,7 +104,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """No: a step that vLLM replays as one CUDA graph waits for whole loads at its start. vLLM
         asks before it loads the model, which makes this the earliest place for a wrong key to be
         refused. How many ranks share the memory of this machine is not known yet."""
-        config = OffloadConfig.parse(extra_config, num_ranks=1, num_ranks_here=0)
+        config = OffloadConfig.parse(extra_config, Ranks(1, num_here=0))
         if config.second_tier is not None:
             require_known_options(config.second_tier)
         return False
@@ -117,7 +117,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         kv_transfer_config = vllm_config.kv_transfer_config
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
         ranks = Ranks.from_config(vllm_config.parallel_config)
-        config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here, ranks.num_local)
+        config = OffloadConfig.parse(extra_config or {}, ranks)
         if config.second_tier is not None and vllm_config.cache_config.enable_prefix_caching:
             require_second_tier_possible(config.second_tier, vllm_config)
         return wanted_layout(vllm_config, config)

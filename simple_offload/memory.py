@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +52,7 @@ def total_bytes() -> int:
 
 def limit() -> Limit:
     """The machine's memory, or the smallest limit of this process's cgroups."""
-    total, limits = total_bytes(), [group.limit for group in _cgroups()]
+    total, limits = total_bytes(), [limit for limit, _ in _cgroups()]
     if _can_be_added():
         return Limit(min(limits, default=total), is_final=bool(limits))
     return Limit(min([total, *limits]), is_final=True)
@@ -67,7 +66,7 @@ def reserve_bytes() -> int:
 def available_bytes() -> int:
     """Memory that this process could get now without swapping, including the reserve and the page
     cache: the kernel drops the cache before it kills a process, in a cgroup as on the machine."""
-    rooms = [group.limit - group.used for group in _cgroups()]
+    rooms = [limit - used for limit, used in _cgroups()]
     return max(0, min([int(psutil.virtual_memory().available), *rooms]))
 
 
@@ -164,15 +163,17 @@ def _warn_without_turns(why: str) -> None:
 # The kernel's files
 
 
-@dataclass(frozen=True)
-class _Cgroup:
-    limit: int
-    used: int
-    """Page cache excluded."""
+def read(file: Path | str) -> str:
+    """The text of a file below ``ROOT``; empty if it cannot be read."""
+    try:
+        return (ROOT / file).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
-def _cgroups() -> Iterator[_Cgroup]:
-    """The cgroups of this process and above it that have a limit."""
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """Of the cgroups of this process and above it that have one, the limit, and the bytes in use
+    without page cache."""
     for group, is_v2 in _cgroup_folders():
         if is_v2:
             # Above memory.high a process whose pages cannot be reclaimed almost stops.
@@ -186,13 +187,13 @@ def _cgroups() -> Iterator[_Cgroup]:
         if known:
             stat = _table(group / "memory.stat")
             cached = sum(stat.get(name, 0) for name in cache)
-            yield _Cgroup(min(known), max(0, (used or 0) - cached))
+            yield min(known), max(0, (used or 0) - cached)
 
 
 def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
     """Folders of this process's cgroups and of those above, each with True for version 2. A line
     of /proc/self/cgroup is hierarchy:controllers:path; version 2 has no controllers there."""
-    for line in _lines(ROOT / "proc/self/cgroup"):
+    for line in read("proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         is_v2 = controllers == ""
         root = ROOT / "sys/fs/cgroup"
@@ -208,7 +209,7 @@ def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
 
 def _present_bytes() -> int:
     """Present pages of all zones, in bytes; 0 if the kernel has no such file."""
-    words = (line.split() for line in _lines(ROOT / "proc/zoneinfo"))
+    words = (line.split() for line in read("proc/zoneinfo").splitlines())
     pages = sum(int(line[1]) for line in words if len(line) == 2 and line[0] == "present")
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -218,20 +219,13 @@ def _can_be_added() -> bool:
 
 
 def _table(file: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _lines(file))
+    pairs = (line.split() for line in read(file).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
 
 
 def _number(file: Path) -> int | None:
     """The file's number; None if there is no such file, or it holds "max"."""
     try:
-        return int(file.read_text())
-    except (OSError, ValueError):
+        return int(read(file))
+    except ValueError:
         return None
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []

@@ -7,8 +7,9 @@ news. vLLM aggregates the payloads of all of them.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -17,9 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from simple_offload.miss_reason import MissReason
 from simple_offload.sizing.forecast import FACTORS
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 Labels = tuple[str, ...]
 
@@ -237,7 +235,6 @@ class OffloadStats(KVConnectorStats):
             self.data.setdefault(key, {})
 
     def reset(self) -> None:
-        """Drop all numbers."""
         self.data = {}
         self.__post_init__()
 
@@ -329,11 +326,9 @@ class Meter:
             values[labels] = values.get(labels, 0) + value
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge."""
         self._stats.set(name, value, *labels)
 
     def sample(self, name: str, value: float, *labels: str) -> None:
-        """Add ``value`` to a histogram."""
         self._stats.sample(name, value, *labels)
 
     def drain(self, gauges: Mapping[str, float] = {}) -> OffloadStats | None:
@@ -359,7 +354,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: "VllmConfig",
+        vllm_config: VllmConfig,
         metric_types: dict[type[PromMetric], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],

@@ -1,19 +1,16 @@
 """Unread groups: DeepSeek-V4's deep compressor states, which no kernel reads after a hit."""
 
 import re
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, iter_layer_specs
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _COMPRESSOR = re.compile(r"\blayers\.(\d+)\.attn\.compressor\.state_cache$")
 
 
 def unread_groups(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, block_size: int
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> frozenset[int]:
     """Ids of the groups without a block that kernels read after a hit. Hits are multiples of
     ``block_size`` tokens.

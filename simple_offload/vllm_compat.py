@@ -107,19 +107,6 @@ def num_cacheable_tokens(coordinator: KVCacheCoordinator, num_tokens: int, group
     return min(num_final, align(num_final) + manager.block_size)
 
 
-def mark_shared_prefix(request: "Request", num_tokens: int) -> None:
-    """Have vLLM keep windows and states after the request's first ``num_tokens`` tokens when it
-    computes them, for others that share these. vLLM sets the attribute from the device's cache just
-    before it asks a connector, and reads it when it schedules the prompt."""
-    request.shared_prefix_boundary = max(request.shared_prefix_boundary, num_tokens)
-
-
-def unmark_shared_prefix(request: "Request", num_tokens: int) -> None:
-    """Have vLLM keep none if that prefix has at most ``num_tokens`` tokens."""
-    if request.shared_prefix_boundary <= num_tokens:
-        request.shared_prefix_boundary = 0
-
-
 def confuses_states(coordinator: KVCacheCoordinator) -> bool:
     """Whether vLLM may let a request go on from another prefix's state. 0.30 does where hits end
     inside the blocks of state layers: with async scheduling its own prefix cache finds wrong states

@@ -16,6 +16,7 @@ from simple_offload.config import (
     ignored_keys,
     parse_size,
 )
+from simple_offload.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -66,12 +67,12 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
 def refusal(extra_config: Mapping[str, Any], num_ranks: int = 1) -> str:
     """The message with which ``parse`` refuses ``extra_config``."""
     with pytest.raises(ConfigError) as caught:
-        OffloadConfig.parse(extra_config, num_ranks)
+        OffloadConfig.parse(extra_config, Ranks(num_ranks, num_ranks))
     return str(caught.value)
 
 
 def parsed(**extra_config: Any) -> OffloadConfig:
-    return OffloadConfig.parse(json.loads(json.dumps(extra_config)), num_ranks=1)
+    return OffloadConfig.parse(json.loads(json.dumps(extra_config)), Ranks(1, 1))
 
 
 # Accepted values

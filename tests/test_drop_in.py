@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import OffloadConfig
 from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.ranks import Ranks
 from tests.conftest import Machine, MakeVllmConfig
 from tests.worker.kv_memory import full, group, make_kv_memory
 
@@ -132,7 +133,10 @@ def test_sizes_mean_the_same(
     assert type(ours) is SimpleCPUOffloadConnector
     assert type(theirs) is builtin.SimpleCPUOffloadConnector
     assert theirs.worker_handler.cpu_capacity_bytes == num_bytes
-    assert OffloadConfig.parse(extra_config, num_ranks).bytes_per_rank(num_ranks) == num_bytes
+    assert (
+        OffloadConfig.parse(extra_config, Ranks(num_ranks, num_ranks)).bytes_per_rank(num_ranks)
+        == num_bytes
+    )
 
 
 def engine_config(model: str, *arguments: str) -> VllmConfig:
@@ -167,7 +171,7 @@ def test_vllm_s_option_for_offloading(
     assert config.kv_transfer_config is not None
     assert config.kv_transfer_config.kv_role == "kv_both"
     extra_config = config.kv_transfer_config.kv_connector_extra_config
-    assert OffloadConfig.parse(extra_config, RANKS).cpu_bytes_to_use == 322_122_547
+    assert OffloadConfig.parse(extra_config, Ranks(RANKS, RANKS)).cpu_bytes_to_use == 322_122_547
 
 
 def test_vllm_s_option_without_its_variable(

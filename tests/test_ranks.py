@@ -60,11 +60,11 @@ def test_sizes_start_on_the_hosts_that_they_are_for(
     """The ranks of a node use ``needed_gib`` together."""
     ranks = Ranks.from_config(parallel_config(**parallel))
     machine.num_bytes = needed_gib * GIB
-    OffloadConfig.parse(extra_config, 1, 0)  # vLLM's first question
-    OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
+    OffloadConfig.parse(extra_config, Ranks(1, 0))  # vLLM's first question
+    OffloadConfig.parse(extra_config, ranks)
     machine.num_bytes = (needed_gib - 1) * GIB
     with pytest.raises(ConfigError, match=f"{needed_gib}.00 GiB of host memory"):
-        OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
+        OffloadConfig.parse(extra_config, ranks)
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -101,7 +101,7 @@ def test_a_share_is_of_each_node(machine: Machine, nnodes: int, gib: int) -> Non
     """The nodes may have different memory, so ranks have to agree on their blocks."""
     ranks = Ranks.from_config(parallel_config(tensor_parallel_size=16, nnodes=nnodes))
     extra_config = {"cpu_bytes_to_use": "80%"}
-    config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here, ranks.num_local)
+    config = OffloadConfig.parse(extra_config, ranks)
     assert config.bytes_per_rank(ranks.num) == gib * GIB
     assert ranks.are_alike == (nnodes == 1)
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 
 from simple_offload.transfer import Transfer
+
+_Side = TypeVar("_Side")
 
 
 class Direction(Enum):
@@ -17,6 +19,10 @@ class Direction(Enum):
     """Host to device."""
     STORE = "store"
     """Device to host."""
+
+    def sides(self, device: _Side, host: _Side) -> tuple[_Side, _Side]:
+        """Source and destination."""
+        return (host, device) if self is Direction.LOAD else (device, host)
 
 
 def require_blocks_within(transfer: Transfer, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -32,6 +38,15 @@ def require_blocks_within(transfer: Transfer, num_device_blocks: int, num_host_b
                 f"transfer {transfer.id} names {side} blocks {blocks.min()} to {blocks.max()}; "
                 f"there are {count}"
             )
+
+
+class Measurement(NamedTuple):
+    """Duration and size of a copy, as the device measured them."""
+
+    seconds: float | None
+    """None where the device measures no time."""
+    num_bytes: Mapping[str, int]
+    """By copy path ("dma", "kernel", ...)."""
 
 
 class Pending(Protocol):
@@ -51,29 +66,15 @@ class Pending(Protocol):
         """Make the compute stream wait for this copy before anything queued from now on. The
         caller, on the engine's thread, does not wait."""
 
+    def measure(self) -> Measurement:
+        """Its duration and size. Called once ``done`` is true."""
+
 
 class PendingGroup(Pending, Protocol):
     """The copy of a layer group."""
 
     seconds: float
     """Expected time of the whole group, by measured bandwidth."""
-
-
-class Measurement(NamedTuple):
-    """Duration and size of a copy, as the device measured them."""
-
-    seconds: float | None
-    """None where the device measures no time."""
-    num_bytes: Mapping[str, int]
-    """By copy path ("dma", "kernel", ...)."""
-
-
-@runtime_checkable
-class Measured(Protocol):
-    """Optional protocol of a Pending whose device measures copies."""
-
-    def measure(self) -> Measurement:
-        """The measurement. Called once ``done`` is true."""
 
 
 class Barrier(Protocol):

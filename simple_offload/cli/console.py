@@ -22,3 +22,8 @@ def make_console() -> Console:
     if console.file.isatty():
         return console
     return _Console(width=_PIPE_WIDTH, force_terminal=False, no_color=True)
+
+
+def print_text(console: Console, text: str, style: str | None = None) -> None:
+    """Print ``text`` as it is: it is no markup, and its lines are not broken."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from simple_offload import __version__, memory
-from simple_offload.cli.arguments import Parser
+from simple_offload.cli.arguments import Parser, whole_number
 from simple_offload.cli.checks import Check, Status, error, ok, warning
-from simple_offload.cli.console import make_console
+from simple_offload.cli.console import make_console, print_text
 from simple_offload.cli.machine import (
     check_huge_pages,
     check_lock_limit,
@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
         ("--nodes", "machines that share those ranks (default: 1)"),
         ("--data-parallel", "engines on this machine, each with those ranks (default: 1)"),
     ):
-        parser.add_argument(option, type=_count, default=1, metavar="N", help=text)
+        parser.add_argument(option, type=whole_number, default=1, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -109,13 +109,6 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
         *([check_second_tier(config.second_tier)] if config and config.second_tier else []),
         *(ok(name, os.environ[name]) for name in _VARIABLES if name in os.environ),
     ]
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _check_torch(found: Found) -> list[Check]:
@@ -172,9 +165,7 @@ def _check_device(found: Found) -> Check:
 
 def _check_driver() -> list[Check]:
     """Whether this NVIDIA driver has the fault of examples/driver_check.py. Empty without one."""
-    try:
-        text = (memory.ROOT / _DRIVER).read_text(errors="replace")
-    except OSError:
+    if not (text := memory.read(_DRIVER)):
         return []
     match = re.search(r"^NVRM version:.*? (\d+(?:\.\d+)+) ", text)
     version = match[1] if match else "version unknown"
@@ -212,13 +203,8 @@ def _show(checks: list[Check], num_errors: int) -> None:
     console.print(table)
     for check in checks:
         if check.advice:
-            console.print(
-                f"{check.status}: {check.name}={check.found}: {check.advice}",
-                style=_STYLES[check.status],
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            text = f"{check.status}: {check.name}={check.found}: {check.advice}"
+            print_text(console, text, _STYLES[check.status])
     verdict = "The connector works here."
     if num_errors:
         verdict = f"{num_errors} problem{'s' * (num_errors > 1)} would stop the server."

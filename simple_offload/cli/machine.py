@@ -57,7 +57,9 @@ def check_numa(device_nodes: list[int | None]) -> Check:
     found = f"{num_nodes} nodes" if num_nodes > 1 else "one node"
     if known:
         found += f"; devices on {', '.join(map(str, sorted(known)))}"
-    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", _read("proc/self/status"), re.MULTILINE)
+    allowed = re.search(
+        r"^Mems_allowed_list:\s*(\S+)$", memory.read("proc/self/status"), re.MULTILINE
+    )
     if allowed and not known <= _nodes_of(allowed[1]):
         return warning(
             "NUMA",
@@ -70,7 +72,7 @@ def check_numa(device_nodes: list[int | None]) -> Check:
 
 def check_huge_pages() -> Check:
     """Whether the kernel provides transparent huge pages."""
-    chosen = re.search(r"\[(\w+)\]", _read(_HUGE_PAGES))
+    chosen = re.search(r"\[(\w+)\]", memory.read(_HUGE_PAGES))
     if chosen and chosen[1] == "never":
         advice = f"the tier opens more slowly: echo madvise > /{_HUGE_PAGES} (as root)"
         return warning("huge pages", "never", advice)
@@ -107,11 +109,3 @@ def _nodes_of(text: str) -> set[int]:
         first, _, last = part.partition("-")
         nodes.update(range(int(first), int(last or first) + 1))
     return nodes
-
-
-def _read(name: str) -> str:
-    """The text of a file of the kernel; empty if it has no such file."""
-    try:
-        return (memory.ROOT / name).read_text(encoding="ascii")
-    except OSError:
-        return ""

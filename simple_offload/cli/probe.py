@@ -1,17 +1,13 @@
 """Imports torch and vLLM and makes a backend, as a server does.
 
-That is done by a process of its own, ``python -m simple_offload.cli.probe OPTIONS FILE``: an import
-may fail, hang or end it (torch without CANN, an unsuitable driver), and a parent that has touched
-the device could not fork a server. OPTIONS is a JSON object (backend, copy_path,
-kv_transfer_config). FILE receives what is found as JSON, step by step: that of the steps before a
-crash is kept.
+That is done by a process of its own (``child.ask``): an import may fail, hang or end it (torch
+without CANN, an unsuitable driver), and a parent that has touched the device could not fork a
+server.
 """
 
-import gc
 import importlib
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,28 +37,30 @@ def probe(given: TransferConfig, seconds: float = 240) -> Found:
     return Found(values, {step: text or end for step, text in errors.items()})
 
 
-def main(argv: list[str]) -> None:
-    """Run all steps, in the order of a server's start."""
-    wanted: dict[str, Any] = json.loads(argv[0])
+def answer(
+    file: Path, backend: str, copy_path: str, kv_transfer_config: dict[str, Any] | None
+) -> None:
+    """Run all steps, in the order of a server's start. Writes what is found to ``file``, step by
+    step: that of the steps before a crash is kept."""
     found = Found({}, {})
     steps: dict[str, Callable[[], Any]] = {
         "torch": _torch,
         "torchvision": _torchvision,
         "vllm": _vllm,
         "supported": _supported,
-        "transfer_config": lambda: _transfer_config(wanted["kv_transfer_config"]),
+        "transfer_config": lambda: _transfer_config(kv_transfer_config),
         "connector": _connector,
-        "backend": lambda: _backend(wanted["backend"], wanted["copy_path"]),
+        "backend": lambda: _backend(backend, copy_path),
     }
     for name, step in steps.items():
         found.errors[name] = ""
-        Path(argv[1]).write_text(json.dumps(found))
+        file.write_text(json.dumps(found))
         try:
             found.values[name] = step()
             del found.errors[name]
         except Exception as error:  # noqa: BLE001 - doctor reports every kind
             found.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())
-    Path(argv[1]).write_text(json.dumps(found))
+    file.write_text(json.dumps(found))
 
 
 def _torch() -> dict[str, Any]:
@@ -128,6 +126,7 @@ def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
     import torch
     from cuda.bindings import driver
 
+    from simple_offload.backends.cuda.backend import pci_address
     from simple_offload.backends.cuda.dma import copy_one_by_one, resolve_dma
     from simple_offload.backends.host_memory import node_of_pci_device
 
@@ -137,12 +136,4 @@ def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
     backend.open([torch.empty((_ROWS, _PAGE_BYTES), dtype=torch.int8, device="cuda")])
     found["path"] = backend.describe_paths()
     for index in range(torch.cuda.device_count()):
-        _, handle = driver.cuDeviceGet(index)
-        _, address = driver.cuDeviceGetPCIBusId(32, handle)
-        found["nodes"].append(node_of_pci_device(address.decode().strip("\0")))
-
-
-if __name__ == "__main__":
-    # Imports make millions of objects that stay. To look for garbage takes a third of their time.
-    gc.disable()
-    main(sys.argv[1:])
+        found["nodes"].append(node_of_pci_device(pci_address(index)))

@@ -49,10 +49,10 @@ class Scrape:
         values = self._select(name, {}).values()
         return sum(values) / len(values) if values else 0.0
 
-    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+    def by(self, label: str, name: str) -> dict[str, float]:
         """The sums by value of a label."""
         sums: dict[str, float] = defaultdict(float)
-        for (_, own), value in self._select(name, labels).items():
+        for (_, own), value in self._select(name, {}).items():
             sums[dict(own).get(label, "")] += value
         return dict(sums)
 

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from simple_offload.cli.arguments import Parser
-from simple_offload.cli.console import make_console
+from simple_offload.cli.arguments import Parser, number, whole_number
+from simple_offload.cli.console import make_console, print_text
 from simple_offload.config import ConfigError
 from simple_offload.memory import GIB
 from simple_offload.sizing.curve import MissRatioCurve
-from simple_offload.sizing.model_bytes import GroupBytes, ModelBytes, plan_model
+from simple_offload.sizing.model_bytes import ModelBytes, plan_model
 from simple_offload.sizing.playback import play
 from simple_offload.sizing.traces import Trace, read_trace
 
@@ -29,6 +30,7 @@ _LITTLE = 0.05
 _MAX_ROWS = 10
 _POWERS = range(-10, 21)
 """Of two, in GiB: 1 MiB to 1 PiB."""
+_gib = number("of at least 0", lambda each: 0 <= each < math.inf)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ def add_arguments(parser: Parser) -> None:
         "--model", type=Path, metavar="CONFIG.JSON", help="vLLM counts its KV bytes of a token"
     )
     parser.add_argument(
-        "--tensor-parallel-size", "-tp", type=_count, default=1, metavar="N", help="as vLLM's"
+        "--tensor-parallel-size", "-tp", type=whole_number, default=1, metavar="N", help="as vLLM's"
     )
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="as vLLM's")
-    parser.add_argument("--block-size", type=_count, metavar="TOKENS", help="as vLLM's")
+    parser.add_argument("--block-size", type=whole_number, metavar="TOKENS", help="as vLLM's")
     parser.add_argument(
         "--speculative-config", "-sc", type=_drafter, metavar="JSON", help="as vLLM's"
     )
@@ -94,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--agents",
-        type=_count,
+        type=whole_number,
         default=8,
         metavar="N",
         help="sessions that run at a time, if the trace has sessions (default: 8)",
@@ -228,14 +230,15 @@ def _prompt_tokens(trace: Trace) -> int:
 
 def _show_model(console: Console, model: ModelBytes) -> None:
     ranks = f"{model.num_ranks} ranks" if model.num_ranks > 1 else "1 rank"
-    _print(console, f"{model.architecture} on {ranks}, as vLLM plans it for {model.platform}")
+    print_text(console, f"{model.architecture} on {ranks}, as vLLM plans it for {model.platform}")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("KV cache groups", "layers", "tokens of a block", "kept for a hit"):
         table.add_column(column, justify="left" if column == "KV cache groups" else "right")
-    for (kind, block_tokens, num_blocks), groups in groupby(model.groups, _kind):
+    kind = attrgetter("kind", "block_tokens", "num_boundary_blocks")
+    for (name, block_tokens, num_blocks), groups in groupby(model.groups, kind):
         layers = "+".join(f"{group.num_layers}" for group in groups)
         kept = f"{num_blocks} blocks at its end" if num_blocks else "every block"
-        table.add_row(kind, layers, f"{block_tokens:,}", kept)
+        table.add_row(name, layers, f"{block_tokens:,}", kept)
     console.print(table)
     text = f"A token has {model.token_per_rank:,.0f} bytes on each rank"
     if model.num_ranks > 1:
@@ -243,19 +246,15 @@ def _show_model(console: Console, model: ModelBytes) -> None:
         text += f", {model.token_in_host:,.0f} in host memory"
         if model.num_sharing > 1:
             text += f" (one copy for {model.num_sharing} ranks)"
-    _print(console, f"{text}.")
+    print_text(console, f"{text}.")
     if model.boundary_in_host:
-        _print(
+        print_text(
             console,
             f"The end of a prefix has {model.boundary_in_host:,} bytes of windows and states more "
             "in host memory. A hit ends only where they are kept.",
         )
     if model.token_in_host:
-        _print(console, f"A GiB of host memory holds {GIB / model.token_in_host:,.0f} tokens.")
-
-
-def _kind(group: GroupBytes) -> tuple[str, int, int]:
-    return group.kind, group.block_tokens, group.num_boundary_blocks
+        print_text(console, f"A GiB of host memory holds {GIB / model.token_in_host:,.0f} tokens.")
 
 
 def _show_trace(console: Console, answer: dict[str, Any], num_agents: int | None) -> None:
@@ -264,11 +263,11 @@ def _show_trace(console: Console, answer: dict[str, Any], num_agents: int | None
     if num_agents is not None:
         text += f" of {trace['sessions']:,} sessions, {num_agents} at a time (--agents)"
     text += f"; {trace['prompt_tokens']:,} prompt tokens, {trace['distinct_tokens']:,} distinct"
-    _print(console, f"{text}.")
+    print_text(console, f"{text}.")
     text = f"A token takes {token['in_host']:,.0f} bytes of host memory"
     if answer["device_tokens"]:
         text += f"; the devices hold {answer['device_tokens']:,} tokens"
-    _print(console, f"{text}.")
+    print_text(console, f"{text}.")
 
 
 def _show_sizes(console: Console, sizes: list[_Size], most: float) -> None:
@@ -285,17 +284,7 @@ def _show_sizes(console: Console, sizes: list[_Size], most: float) -> None:
         plot = [Bar(1.0, 0.0, each.hit_ratio, width=30, color="cyan")] * console.is_terminal
         table.add_row(*cells, *plot)
     console.print(table)
-    _print(console, f"Memory of any size finds {most:.1%} at most.")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+    print_text(console, f"Memory of any size finds {most:.1%} at most.")
 
 
 def _drafter(text: str) -> dict[str, Any]:
@@ -309,16 +298,6 @@ def _drafter(text: str) -> dict[str, Any]:
 
 
 def _positive(text: str) -> float:
-    if (number := _gib(text)) == 0:
+    if (value := _gib(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _gib(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
+    return value

@@ -68,7 +68,7 @@ def check_transfer_config(
     the connector refuses them."""
     checks = [] if given.whole is None else _check_selection(given.whole)
     try:
-        config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here, ranks.num_local)
+        config = OffloadConfig.parse(given.extra, ranks)
     except ConfigError as failure:
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := ignored_keys(given.extra):

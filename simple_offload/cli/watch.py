@@ -11,8 +11,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.live import Live
 
-from simple_offload.cli.arguments import Parser
-from simple_offload.cli.console import make_console
+from simple_offload.cli.arguments import Parser, number
+from simple_offload.cli.console import make_console, print_text
 from simple_offload.cli.scrape import ScrapeError, metrics_url, scrape
 from simple_offload.cli.screen import View, lines, page
 
@@ -35,7 +35,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", help="of the server, such as localhost:8000")
     parser.add_argument(
         "--interval",
-        type=_interval,
+        type=number(
+            f"of seconds from {_SHORTEST} to {_LONGEST:.0f}",
+            lambda seconds: _SHORTEST <= seconds <= _LONGEST,
+        ),
         default=5.0,
         metavar="SECONDS",
         help="time between two pages (default: 5)",
@@ -64,8 +67,7 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     view = next(views)
     if not console.is_terminal or console.is_dumb_terminal:
         while True:
-            block = "\n".join([*lines(view), ""])
-            console.print(block, markup=False, highlight=False, soft_wrap=True)
+            print_text(console, "\n".join([*lines(view), ""]))
             if once:
                 return
             view = next(views)
@@ -107,15 +109,3 @@ def follow(
             marks.popleft()
         hour = now.since(marks[0][1]) if taken - marks[0][0] >= _HOUR else None
         view = View(url, now, recent, taken - before, hour)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not _SHORTEST <= seconds <= _LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from {_SHORTEST} to {_LONGEST:.0f}"
-        )
-    return seconds

@@ -1,7 +1,7 @@
 """Forecaster: tells what requests would have found with other sizes of host memory."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import isnan
 
 from vllm.v1.core.block_pool import BlockPool
@@ -12,7 +12,7 @@ from simple_offload.logs import get_logger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction_order import DUPLICATES_SHARE
-from simple_offload.sizing.curve import MissRatioCurve, Prompt
+from simple_offload.sizing.curve import MissRatioCurve
 from simple_offload.sizing.forecast import FACTORS, Caches, predicted_hit_ratios
 
 logger = get_logger(__name__)
@@ -35,32 +35,17 @@ class Forecaster:
         self,
         tier: CpuTier,
         group: int,
-        block_size: int,
         device_pool: BlockPool,
         num_sub_blocks: int,
         meter: metrics.Meter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_size``: tokens of a host block of ``group``. ``num_sub_blocks``: device blocks in
-        it."""
-        self._tier, self._group, self._block_size = tier, group, block_size
+        """``num_sub_blocks``: device blocks in a host block."""
+        self._tier, self._group = tier, group
         self._device_pool, self._num_sub_blocks = device_pool, num_sub_blocks
         self._meter, self._clock = meter, clock
-        self._curve = MissRatioCurve(clock=clock)
+        self.curve = MissRatioCurve(clock=clock)
         self._next_metric = self._next_log = 0.0
-
-    def on_prompt(self, hashes: Sequence[bytes], num_tokens: int) -> Prompt:
-        """A request asks for its prompt of ``num_tokens`` tokens, whose full blocks have these
-        hashes."""
-        return self._curve.on_prompt(hashes, self._block_size, num_tokens)
-
-    def on_found(self, num_tokens: int) -> None:
-        """``num_tokens`` tokens of a prompt have been found."""
-        self._curve.on_found(num_tokens, self._tier.num_duplicates)
-
-    def on_used(self, hashes: Sequence[bytes], prompt: Prompt | None) -> None:
-        """A request ends. Its full blocks have these hashes, without those of ``prompt``."""
-        self._curve.on_used(hashes, prompt)
 
     def on_step(self) -> None:
         """Update metrics and log once in a while."""
@@ -69,8 +54,8 @@ class Forecaster:
             return
         self._next_metric = now + _SECONDS_PER_METRIC
         caches = self._caches()
-        self._curve.cover(caches.device + max(FACTORS) * caches.host)
-        ratios = dict(zip(FACTORS, predicted_hit_ratios(self._curve, caches), strict=True))
+        self.curve.cover(caches.device + max(FACTORS) * caches.host)
+        ratios = dict(zip(FACTORS, predicted_hit_ratios(self.curve, caches), strict=True))
         for factor, ratio in ratios.items():
             if not isnan(ratio):
                 self._meter.set(metrics.PREDICTED, ratio, metrics.times(factor))

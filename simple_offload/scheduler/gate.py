@@ -1,7 +1,8 @@
 """Gate: what vLLM is told when it asks for a request's hit."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
 
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.loads import Loads
@@ -9,17 +10,15 @@ from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.lookup import HostHit
 from simple_offload.second_tier.interface import SecondTierHooks
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 MAX_PASSED = 8
 """Requests that may get blocks while one waits for the load of another, before it loads by
 itself."""
 
 
-def is_prefilled_elsewhere(request: "Request") -> bool:
+def is_prefilled_elsewhere(request: Request) -> bool:
     """Whether another server has done the request's prefill: another connector (MultiConnector)
     brings its KV from there, and it wants nothing of the tiers."""
     params = request.kv_transfer_params
@@ -77,7 +76,7 @@ class Gate:
         """By request that waits for the load of another, that count when it began to."""
 
     def ask(
-        self, request: "Request", num_computed_tokens: int, second_tier: SecondTierHooks
+        self, request: Request, num_computed_tokens: int, second_tier: SecondTierHooks
     ) -> int | None:
         """Tokens to load for a request without blocks, whose first ``num_computed_tokens`` tokens
         the device has. Pins them. None: vLLM should ask again in the next step."""
@@ -86,13 +85,14 @@ class Gate:
         if request_id in self._given_back:
             self._given_back.remove(request_id)
             return None
-        num_tokens = 0
+        hit = HostHit()
         if self.asks_caches(request) and self._may_load(num_computed_tokens):
             second_tier.on_lookup()
-            num_tokens = self._loads.lookup(request, num_computed_tokens)
-            if second_tier.must_wait(request, num_computed_tokens, num_tokens):
+            hit = self._loads.lookup(request, num_computed_tokens)
+            if second_tier.must_wait(request, num_computed_tokens, hit.num_tokens):
                 return None  # it may add to the hit, which stays pinned
-        if num_tokens and self._shares_load(request_id):
+        num_tokens, num_blocks = hit.num_tokens, len(hit.pins) * self._groups.num_sub_blocks
+        if num_tokens and self._shares_load(request_id, hit):
             self._loads.unpin_hit(request_id)
             return None
         if not (num_tokens and self._parked.has_room(request)):
@@ -100,17 +100,15 @@ class Gate:
             if num_tokens:
                 self._records.on_refused(request_id, num_computed_tokens + num_tokens)
             self._loads.unpin_hit(request_id)
-            num_tokens = 0
-        num_blocks = self._loads.num_blocks(request_id)
+            num_tokens = num_blocks = 0
         withholds = self._policy.before_allocation(
-            request, num_blocks, num_computed_tokens + num_tokens
+            request, num_blocks, num_computed_tokens + num_tokens, hit.shared_prefix
         )
         if num_tokens and not withholds:
             self._offered = request_id, num_computed_tokens + num_tokens
         return num_tokens
 
     def on_allocated(self, request_id: str) -> None:
-        """The request has got blocks."""
         self._offered = None
         self._num_allocated += 1
         self._since.pop(request_id, None)
@@ -138,11 +136,10 @@ class Gate:
             self._records.on_refused(request_id, num_tokens)
 
     def on_request_finished(self, request_id: str) -> None:
-        """The request has ended."""
         self._given_back.discard(request_id)
         self._since.pop(request_id, None)
 
-    def asks_caches(self, request: "Request") -> bool:
+    def asks_caches(self, request: Request) -> bool:
         """Whether the request may hit anything."""
         skips = request.skip_reading_prefix_cache or is_prefilled_elsewhere(request)
         return not (skips or self.is_closed)
@@ -155,9 +152,9 @@ class Gate:
         start = self._groups.start_of(num_computed_tokens)
         return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
-    def _shares_load(self, request_id: str) -> bool:
+    def _shares_load(self, request_id: str, hit: HostHit) -> bool:
         """Whether the request waits for the load of another one."""
-        if self._num_sharing == self._max_running or not self._loads.will_find_most(request_id):
+        if self._num_sharing == self._max_running or not self._loads.will_bring_most(hit):
             return False
         since = self._since.setdefault(request_id, self._num_allocated)
         if self._num_allocated - since > MAX_PASSED:

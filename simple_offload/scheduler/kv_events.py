@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -16,14 +16,12 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+from vllm.v1.request import Request
 
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey, Run
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 _LOCALITY = "LOCAL"
 
@@ -71,7 +69,7 @@ class KVEvents:
                     )
                 self._on_cached(key, inner_keys, num_tokens, payloads)
 
-    def on_fetched(self, run: Run, request: "Request", useless: Collection[int]) -> None:
+    def on_fetched(self, run: Run, request: Request, useless: Collection[int]) -> None:
         """The blocks of ``run``, which a second tier had, were fetched for ``request``, and can be
         found from now on, except at the places ``useless``."""
         run.request = request

@@ -3,22 +3,20 @@
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
-from simple_offload import metrics, vllm_compat
+from simple_offload import metrics
 from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.lookup import HostHit
 from simple_offload.transfer import Transfer
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class _PinnedHit(NamedTuple):
@@ -32,7 +30,7 @@ class _PinnedHit(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    pins: list[KVCacheBlock]
+    pins: Sequence[KVCacheBlock]
     """Host blocks that it has a reference to."""
     held: list[KVCacheBlock]
     """Device blocks that it has a reference to."""
@@ -113,7 +111,7 @@ class Loads:
         self._hits: dict[str, _PinnedHit] = {}
         self._planned: list[_Load] = []
         self._in_flight: dict[int, _Load] = {}
-        self._arrived: dict[str, list[KVCacheBlock]] = {}
+        self._arrived: dict[str, Sequence[KVCacheBlock]] = {}
         """By request, host blocks that it has loaded. vLLM does not find them on the device before
         the request runs."""
         self._newly_admitted: list[int] = []
@@ -133,8 +131,8 @@ class Loads:
                 return True
         return False
 
-    def lookup(self, request: "Request", num_computed_tokens: int) -> int:
-        """Tokens beyond ``num_computed_tokens`` that the tier can supply. Pins the hit.
+    def lookup(self, request: Request, num_computed_tokens: int) -> HostHit:
+        """What the tier can supply beyond ``num_computed_tokens`` tokens. Pins the hit.
 
         The last token of a request is always computed, for its logits.
         """
@@ -142,43 +140,28 @@ class Loads:
         self._tier.unpin(self._arrived.pop(request.request_id, ()))
         known = self._hits.get(request.request_id)
         if request.request_id in self._unlucky:
-            return 0
+            return HostHit()
         if (
             known is not None
             and known.num_computed_tokens == num_computed_tokens
             and known.tier_version == self._tier.version
         ):
-            hit = known.hit
-        else:
-            self.unpin_hit(request.request_id)
-            max_tokens = request.num_tokens - 1 - num_computed_tokens
-            hit = self._tier.lookup(request.block_hashes, num_computed_tokens, max_tokens)
-            if hit.num_tokens:
-                self._tier.pin(hit.pins)
-                self._hits[request.request_id] = _PinnedHit(
-                    num_computed_tokens, hit, self._tier.version
-                )
-        vllm_compat.mark_shared_prefix(request, hit.shared_prefix)
-        return hit.num_tokens
+            return known.hit
+        self.unpin_hit(request.request_id)
+        max_tokens = request.num_tokens - 1 - num_computed_tokens
+        hit = self._tier.lookup(request.block_hashes, num_computed_tokens, max_tokens)
+        if hit.num_tokens:
+            self._tier.pin(hit.pins)
+            self._hits[request.request_id] = _PinnedHit(
+                num_computed_tokens, hit, self._tier.version
+            )
+        return hit
 
-    def num_computed_tokens(self, request_id: str) -> int:
-        """Tokens of a request on the device when its hit was looked up."""
-        known = self._hits.get(request_id)
-        return known.num_computed_tokens if known is not None else 0
-
-    def num_blocks(self, request_id: str) -> int:
-        """Device blocks that a load of the request's hit would fill, at most."""
-        known = self._hits.get(request_id)
-        return len(known.hit.pins) * self._groups.num_sub_blocks if known is not None else 0
-
-    def will_find_most(self, request_id: str) -> bool:
-        """Whether loads of others bring at least half of the request's hit: its middle block, and
-        all before it in a chain. vLLM finds that on the device soon."""
-        known = self._hits.get(request_id)
-        if known is None:
-            return False
+    def will_bring_most(self, hit: HostHit) -> bool:
+        """Whether loads of others bring at least half of a hit: its middle block, and all before it
+        in a chain. vLLM finds that on the device soon."""
         group = (*self._groups.chained_ids, *self._groups.ids)[0]
-        blocks = known.hit.blocks[group]
+        blocks = hit.blocks[group]
         middle = blocks[len(blocks) // 2]
         return any(
             load.will_bring(middle) for load in chain(self._planned, self._in_flight.values())
@@ -206,7 +189,7 @@ class Loads:
 
     def plan(
         self,
-        request: "Request",
+        request: Request,
         device_blocks: Sequence[Sequence[KVCacheBlock]],
         num_external_tokens: int,
         device_pool: BlockPool,

@@ -1,6 +1,6 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simple_offload import metrics
@@ -64,9 +64,6 @@ class OffloadScheduler:
         """Learn how much memory the ranks have. vLLM calls this when every rank has registered its
         KV caches and before any request, and vLLM 0.33 after each sleep. Beside another connector
         (MultiConnector) it does not: then the ranks' first reports contain the same."""
-        self._on_capacities({capacity.rank: capacity for capacity in capacities})
-
-    def _on_capacities(self, capacities: Mapping[str, RankCapacity]) -> None:
         self._setup.on_capacities(capacities)
         self._second_tier = self._setup.second_tier
 
@@ -110,7 +107,7 @@ class OffloadScheduler:
         )
         self._gate.on_allocated(request.request_id)
         if num_external_tokens > 0:
-            self._free_unread(request, num_external_tokens)
+            self._free_unread(request, num_on_device + num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
             self._parked.add(request)
         else:
@@ -161,7 +158,7 @@ class OffloadScheduler:
 
     def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
-            self._on_capacities(report.capacities)
+            self.agree_on_capacity(report.capacities.values())
         if report.step is not None:
             self._second_tier.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
@@ -278,8 +275,9 @@ class OffloadScheduler:
 
     # Details
 
-    def _free_unread(self, request: "Request", num_external_tokens: int) -> None:
+    def _free_unread(self, request: "Request", num_tokens: int) -> None:
         """Free those of the request's new device blocks that attention will not read.
+        ``num_tokens``: those that device and tier have.
 
         For a chain of MTP modules, vLLM's sliding windows retain more tokens
         (``extra_retained_tokens``), and vLLM allocates blocks for those too. Lookups, on the device
@@ -287,7 +285,6 @@ class OffloadScheduler:
         stayed in the table empty, vLLM would hash it and find it. After a hit on the device, too,
         a null block stands there.
         """
-        num_tokens = self._loads.num_computed_tokens(request.request_id) + num_external_tokens
         for group, manager in enumerate(self._device_managers):
             num_unread = self.groups.num_unread_tokens(num_tokens, group)
             if num_unread > manager.get_num_skipped_tokens(num_tokens):

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from simple_offload import metrics
+from simple_offload.logs import get_logger
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.forecaster import Forecaster
 from simple_offload.scheduler.tier import block_pool
@@ -23,6 +23,8 @@ from simple_offload.transfer import Transfer
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+logger = get_logger(__name__)
 
 _MAX_KNOWN_TOKENS = 65_536
 """Blocks whose tokens are remembered without their salt, adapter or image: some 10 MiB."""
@@ -88,20 +90,14 @@ class PromptRecords:
     ) -> None:
         self._tier, self._groups, self._meter = tier, groups, meter
         self._device_pool = kv_cache_manager.block_pool
-        self._managers: Sequence[SingleTypeKVCacheManager] = (
-            kv_cache_manager.coordinator.single_type_managers
-        )
+        self._managers = kv_cache_manager.coordinator.single_type_managers
         self._group = (*groups.chained_ids, *groups.ids, 0)[0]
         """A hit needs its blocks, if there is such a group."""
         self._block_size = groups.block_sizes[self._group]
         self._forecaster = Forecaster(
-            tier,
-            self._group,
-            self._block_size,
-            self._device_pool,
-            groups.num_sub_blocks,
-            meter,
+            tier, self._group, self._device_pool, groups.num_sub_blocks, meter
         )
+        self._curve = self._forecaster.curve
         self._by_request: dict[str, PromptRecord] = {}
         self._begun: list[tuple[Request, PromptRecord, int]] = []
         """Since the last step, requests with new records, and their ``_refused``."""
@@ -109,6 +105,7 @@ class PromptRecords:
         """By request, the end of a hit for whose load there was no room, in tokens."""
         self._hash_of: dict[int, BlockHash] = {}
         """By tokens of a block, and all before them: its hash, which has further keys in it."""
+        self._has_hit = False
 
     # What happens to a request
 
@@ -154,7 +151,7 @@ class PromptRecords:
         begun, self._begun = self._begun, []
         for request, record, refused in begun:
             hashes = self._hashes(request)
-            record.prompt = self._forecaster.on_prompt(hashes, record.num_tokens)
+            record.prompt = self._curve.on_prompt(hashes, self._block_size, record.num_tokens)
             self._explain(request, hashes, record, refused)
             self._count(record)
         if begun:
@@ -183,7 +180,7 @@ class PromptRecords:
             if prompt is not None and prompt.num_blocks > num_computed:
                 prompt = None
             first = prompt.num_blocks if prompt else 0
-            self._forecaster.on_used(self._hashes(request)[first:num_computed], prompt)
+            self._curve.on_used(self._hashes(request)[first:num_computed], prompt)
             # A streaming-input session goes on in its own blocks.
             if num_more := request.num_prompt_tokens - record.num_tokens:
                 self._count_missed({MissReason.NOT_ASKED: num_more})
@@ -211,8 +208,16 @@ class PromptRecords:
         if record.reason is not MissReason.NOT_ASKED:
             is_hit = record.host + record.second_tier > 0
             add(metrics.LOOKUPS, 1, "hit" if is_hit else "miss")
+            if is_hit and not self._has_hit:
+                self._has_hit = True
+                num_loaded = record.num_found - record.device
+                logger.info(
+                    "First hit: %d of a prompt's %d tokens were loaded instead of computed",
+                    num_loaded,
+                    record.num_tokens,
+                )
             # The second tier would have these with any host memory.
-            self._forecaster.on_found(record.device + record.host)
+            self._curve.on_found(record.device + record.host, self._tier.num_duplicates)
 
     def _hashes(self, request: "Request") -> Sequence[BlockHash]:
         """Of the request's full blocks."""

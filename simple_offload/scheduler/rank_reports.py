@@ -1,5 +1,6 @@
 """TransferLedger: transfers in flight, and the ranks that have reported them."""
 
+from itertools import count
 from typing import NamedTuple
 
 from simple_offload.logs import get_logger
@@ -20,15 +21,13 @@ class TransferLedger:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.next_id = 0
-        """Greater than the id of any transfer so far."""
+        self._ids = count()
         self._num_ranks_left: dict[int, int] = {}
         self._failed: set[int] = set()
 
     def begin(self) -> int:
         """Number a new transfer, which is in flight from now on."""
-        transfer_id = self.next_id
-        self.next_id += 1
+        transfer_id = next(self._ids)
         self._num_ranks_left[transfer_id] = self.num_ranks
         return transfer_id
 

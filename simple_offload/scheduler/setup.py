@@ -1,6 +1,6 @@
 """Setup: what the scheduler side is made of before the first request."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -141,10 +141,10 @@ class Setup:
         self._is_capacity_sent |= self._capacity is not None
         return None if self._ranks.are_alike else self._capacity
 
-    def on_capacities(self, capacities: Mapping[str, RankCapacity]) -> None:
+    def on_capacities(self, capacities: Iterable[RankCapacity]) -> None:
         """Use the host blocks that every rank has opened: each must have room for each block.
         Raises ConfigError if there is too little, or the second tier cannot be opened."""
-        self._capacities.update(capacities)
+        self._capacities.update({capacity.rank: capacity for capacity in capacities})
         if len(self._capacities) == self._ranks.num:
             if self._capacity is None:
                 self._agree()

@@ -24,23 +24,16 @@ class _Store:
     device_blocks: list[KVCacheBlock] = field(default_factory=list)
     host_blocks: list[KVCacheBlock] = field(default_factory=list)
     keys: set[BlockHashWithGroupId] = field(default_factory=set)
-    """Empty once the store is cancelled. Dropped as a whole: to remove thousands of keys from a
-    set takes as long as to add them."""
+    """Empty once the store is cancelled: it is not committed, whatever becomes of the copy. Dropped
+    as a whole: to remove thousands of keys from a set takes as long as to add them."""
     transfer: Transfer | None = None
     """Once it is in flight."""
-    cancelled: bool = False
 
     def add(self, run: Run) -> None:
-        """Copy a run too."""
         self.runs.append(run)
         self.device_blocks += run.device_blocks
         self.host_blocks += run.host_blocks
         self.keys.update(run.keys)
-
-    def cancel(self) -> None:
-        """Do not commit it, whatever becomes of the copy."""
-        self.cancelled = True
-        self.keys.clear()
 
 
 class Stores:
@@ -69,10 +62,6 @@ class Stores:
     def idle(self) -> bool:
         """Whether no store is planned or in flight."""
         return not self._planned.runs and not self._in_flight
-
-    def has(self, key: BlockHashWithGroupId) -> bool:
-        """Whether ``key`` is in the tier or on its way there."""
-        return self._tier.has(key) or self._is_coming(key)
 
     def lacks(self, keys: Set[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys`` is in the tier or on its way there."""
@@ -127,26 +116,23 @@ class Stores:
         store = self._in_flight.pop(ended.id, None)
         if store is None:
             return None
-        if ended.ok and not store.cancelled:
-            moved = [run for run in store.runs if self._has_moved(run)]
-            for run in moved:
-                self._tier.unpin(run.host_blocks)
-            runs = [run for run in store.runs if run not in moved]
-            useless = self._tier.commit(runs)
-            num_useless = sum(map(len, useless)) + sum(len(run.host_blocks) for run in moved)
-            self._meter.add(metrics.STORED, len(store.host_blocks) - num_useless)
-            self._meter.add(metrics.DROPPED, num_useless, "obsolete")
-            for callback in self.on_committed:
-                for run, places in zip(runs, useless, strict=True):
-                    callback(run, places)
-        else:
+        if not (ended.ok and store.keys):
             self._tier.unpin(store.host_blocks)
-        if not ended.ok:
-            self._meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
-        elif store.cancelled:
-            self._meter.add(metrics.DROPPED, len(store.host_blocks), "reset")
-        is_kept = ended.ok and not store.cancelled
-        return store.device_blocks, store.transfer if is_kept else None
+            reason = "reset" if ended.ok else "copy_failed"
+            self._meter.add(metrics.DROPPED, len(store.host_blocks), reason)
+            return store.device_blocks, None
+        moved = [run for run in store.runs if self._has_moved(run)]
+        for run in moved:
+            self._tier.unpin(run.host_blocks)
+        runs = [run for run in store.runs if run not in moved]
+        useless = [self._tier.commit(run) for run in runs]
+        num_useless = sum(map(len, useless)) + sum(len(run.host_blocks) for run in moved)
+        self._meter.add(metrics.STORED, len(store.host_blocks) - num_useless)
+        self._meter.add(metrics.DROPPED, num_useless, "obsolete")
+        for callback in self.on_committed:
+            for run, places in zip(runs, useless, strict=True):
+                callback(run, places)
+        return store.device_blocks, store.transfer
 
     def reset(self) -> Sequence[KVCacheBlock]:
         """Drop the planned store, and commit no store that is in flight: its host blocks stay
@@ -159,7 +145,7 @@ class Stores:
         for store in (planned, *self._in_flight.values()):
             self._tier.history.note(MissReason.RESET, list(store.keys))
         for store in self._in_flight.values():
-            store.cancel()
+            store.keys.clear()
             device_blocks += store.device_blocks
             store.device_blocks = []
         return device_blocks
@@ -181,12 +167,3 @@ class Stores:
         if not run.on_device or get_group_id(run.keys[0]) in self._groups.stable_ids:
             return False
         return list(block_pool.keys_of(run.device_blocks)) != list(run.keys)
-
-    def _is_coming(self, key: bytes) -> bool:
-        """Whether ``key`` is on its way to the tier."""
-        if key in self._planned.keys:
-            return True
-        for store in self._in_flight.values():  # noqa: SIM110 (a generator takes far longer)
-            if key in store.keys:
-                return True
-        return False

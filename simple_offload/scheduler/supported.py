@@ -1,10 +1,12 @@
 """Checks at start: models and executors that the scheduler side cannot serve are refused."""
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
@@ -15,12 +17,8 @@ from vllm.v1.kv_cache_interface import (
 from simple_offload import vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
 
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
-
-def require_supported_deployment(vllm_config: "VllmConfig") -> None:
+def require_supported_deployment(vllm_config: VllmConfig) -> None:
     """Raise ConfigError for an executor, or for options of the platform, that this version cannot
     serve."""
     _require_supported_executor(vllm_config.parallel_config)
@@ -28,7 +26,7 @@ def require_supported_deployment(vllm_config: "VllmConfig") -> None:
         _require_supported_ascend_options(vllm_config.additional_config or {})
 
 
-def _require_supported_executor(parallel: "ParallelConfig") -> None:
+def _require_supported_executor(parallel: ParallelConfig) -> None:
     """A store can be found only when all ranks have reported it to the scheduler."""
     backend, allowed = parallel.distributed_executor_backend, "allowed: 'mp' or 'ray'"
     if backend == "external_launcher" and parallel.world_size > 1:
@@ -121,7 +119,7 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
         )
 
 
-def require_right_states(coordinator: "KVCacheCoordinator", hash_block_size: int) -> None:
+def require_right_states(coordinator: KVCacheCoordinator, hash_block_size: int) -> None:
     """Raise ConfigError where this vLLM finds wrong states by itself."""
     if vllm_compat.confuses_states(coordinator):
         raise ConfigError(

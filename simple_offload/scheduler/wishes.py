@@ -5,12 +5,11 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.v1.request import Request
 
 from simple_offload.logs import get_logger
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = get_logger(__name__)
 
@@ -68,7 +67,7 @@ class Wishbook:
         self._by_request: dict[str, Wishes] = {}
         self._told: set[str] = set()
 
-    def of(self, request: "Request") -> Wishes:
+    def of(self, request: Request) -> Wishes:
         """The wishes of ``request``, read when this is called first."""
         params = request.kv_transfer_params
         if not isinstance(params, Mapping) or params.get(KEY) is None:
@@ -79,7 +78,6 @@ class Wishbook:
         return known
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._by_request.pop(request_id, None)
 
     def _parse(self, given: Any) -> Wishes:

@@ -5,17 +5,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from simple_offload.logs import get_logger
 from simple_offload.second_tier import helper_main
+from simple_offload.second_tier.directory import Directory
 from simple_offload.second_tier.process import Message, Process
 from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.seals import Seals
 from simple_offload.shared_memory import SEAL_BYTES
 
 logger = get_logger(__name__)
 
 _START_SECONDS = 60.0
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Helper:
@@ -67,17 +71,20 @@ class Helper:
         self.error = None
         self.write_until = self._written = 0
 
-    # Seals
+    # What it is to do
 
-    def make_seals(self, rows: Sequence[int], names: Sequence[bytes]) -> "Future[list[bytes]]":
-        """As ``Seals.make``."""
-        return self._ask("make", rows, names)
+    def ask(self, method: Callable[[Seals, *Arguments], T], *arguments: *Arguments) -> "Future[T]":
+        """Have the process call a method of its ``Seals``."""
+        self._last_id += 1
+        future: Future[T] = Future()
+        self._unanswered[self._last_id] = self.clock(), future
+        self._send((self._last_id, method.__name__, *arguments))
+        return future
 
-    def count_whole(self, rows: Sequence[int], names: Sequence[bytes]) -> "Future[int]":
-        """As ``Seals.count_whole``."""
-        return self._ask("count_whole", rows, names)
-
-    # The directory
+    def tell(self, method: Callable[[Directory, *Arguments], None], *arguments: *Arguments) -> None:
+        """Have it call a method of its ``Directory``, if there is one."""
+        if self._has_directory:
+            self._send((0, method.__name__, *arguments))
 
     @property
     def room(self) -> int:
@@ -88,15 +95,7 @@ class Helper:
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
         """As ``Directory.on_written``."""
         self._written += num_bytes
-        self._tell("on_written", paths, num_bytes)
-
-    def on_read(self, paths: Sequence[str]) -> None:
-        """As ``Directory.on_read``."""
-        self._tell("on_read", paths)
-
-    def remove(self, paths: Sequence[str]) -> None:
-        """As ``Directory.remove``."""
-        self._tell("remove", paths)
+        self.tell(Directory.on_written, paths, num_bytes)
 
     # The process
 
@@ -136,17 +135,6 @@ class Helper:
     def close(self, seconds: float = 10.0) -> None:
         """Let the process do what it was told, and end. As ``Process.close``."""
         self._connection.close(seconds)
-
-    def _ask(self, what: str, *arguments: Any) -> "Future[Any]":
-        self._last_id += 1
-        future: Future[Any] = Future()
-        self._unanswered[self._last_id] = self.clock(), future
-        self._send((self._last_id, what, *arguments))
-        return future
-
-    def _tell(self, what: str, *arguments: Any) -> None:
-        if self._has_directory:
-            self._send((0, what, *arguments))
 
     def _send(self, message: Message) -> None:
         if self.error is None:

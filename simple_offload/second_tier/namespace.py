@@ -8,7 +8,7 @@ matter is in it: a lost hit costs time, a wrong hit gives a wrong answer.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Set
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,7 @@ def describe(
         "platform": vllm_config.additional_config,
         "row": row,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(namespace, default=_plain))
+    plain: dict[str, Any] = _as_json(namespace)
     return plain
 
 
@@ -126,7 +126,7 @@ def _model(model: "ModelConfig", load: "LoadConfig", name: str | None) -> dict[s
         "class_overrides": model.model_class_overrides,
         "code_revision": model.code_revision,
         # With hf_overrides, and what vLLM has changed.
-        "config": digest(_without_origin(model.hf_config.to_dict())),
+        "config": digest(_as_json(model.hf_config.to_dict(), leave_out=_ORIGIN)),
         "dtype": model.dtype,
         "quantization": [model.quantization, model.quantization_config],
         "max_model_len": _decisive_length(model),
@@ -241,14 +241,12 @@ def _sample(path: Path) -> str:
     return contents.hexdigest()
 
 
-def _without_origin(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {
-            str(key): _without_origin(item) for key, item in value.items() if key not in _ORIGIN
-        }
-    if isinstance(value, list | tuple):
-        return [_without_origin(item) for item in value]
-    return value
+def _as_json(value: object, leave_out: Set[str] = frozenset()) -> Any:
+    """``value`` in JSON's types, without the fields ``leave_out`` of objects, however deep."""
+    return json.loads(
+        json.dumps(value, default=_plain),
+        object_pairs_hook=lambda pairs: {key: each for key, each in pairs if key not in leave_out},
+    )
 
 
 def _plain(value: object) -> object:

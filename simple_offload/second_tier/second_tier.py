@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from functools import wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.kv_offload.base import OffloadKey
 
 from simple_offload import metrics
@@ -20,11 +20,13 @@ from simple_offload.logs import get_logger
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier.directory import Directory
 from simple_offload.second_tier.helper import Helper
 from simple_offload.second_tier.interface import SecondTierHooks
 from simple_offload.second_tier.objects import Objects
 from simple_offload.second_tier.reach import Reach
 from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.seals import Seals
 from simple_offload.second_tier.speeds import LONGEST_STEP, EngineTime, Speeds
 from simple_offload.second_tier.writes import Writes
 
@@ -71,9 +73,7 @@ class _Read:
 
 
 class _State(Enum):
-    ASKING_FIRST = auto()
-    """For the first blocks. Mostly they are missing, and so are all behind them."""
-    ASKING_ALL = auto()
+    ASKING = auto()
     PLANNED = auto()
     """The objects to fetch are known; maybe none."""
     SLOWER = auto()
@@ -93,10 +93,9 @@ class _Fetch:
     began: float
     limit: float
     """When the request goes on without."""
-    state: _State = _State.ASKING_FIRST
-    unanswered: deque[tuple[int, BlockHashWithGroupId, OffloadKey]] = field(default_factory=deque)
-    """Blocks that it asks for: the token that each ends before, its key and its name."""
-    has_asked: bool = False
+    asking: Iterator[None] = field(init=False)
+    """Asks, takes the answers that there are at each ``next``, and plans after the last one."""
+    state: _State = _State.ASKING
     chain_end: int | None = None
     """The token that the first missing block of a chain ends before."""
     found: set[BlockHashWithGroupId] = field(default_factory=set)
@@ -115,10 +114,6 @@ class _Fetch:
     """Host blocks that it has read into. They must not make room for its rest."""
     num_brought: int = 0
     """Blocks of those that were read and are whole."""
-
-    @property
-    def is_asking(self) -> bool:
-        return self.state in (_State.ASKING_FIRST, _State.ASKING_ALL)
 
     @property
     def ended(self) -> bool:
@@ -253,17 +248,21 @@ class SecondTier(SecondTierHooks):
             if not self.speeds.should_ask(num_lacking):
                 self._end_wait(request_id, "slower")
                 return False
-            fetch = self._begin(request, num_computed_tokens, num_hit_tokens)
-        if fetch.is_asking:
+            limit = self.clock() + self.speeds.max_wait(max(0, num_lacking))
+            fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, self._now(), limit)
+            fetch.asking = self._ask(fetch)
+            self._waits[request_id] = fetch
+        if fetch.state is _State.ASKING:
             fetch.num_hit_tokens = num_hit_tokens
-            self._ask(fetch)
-        if not fetch.is_asking and all(source.ended for source in fetch.sources):
+            next(fetch.asking, None)
+        is_asking = fetch.state is _State.ASKING
+        if not is_asking and all(source.ended for source in fetch.sources):
             has_failed = any(source.state is _State.FAILED for source in fetch.sources)
             result = "hit" if fetch.num_tokens and not has_failed else "miss"
             self._end_wait(request_id, "slower" if fetch.state is _State.SLOWER else result)
             return False
         if self.clock() >= fetch.limit:
-            if fetch.is_asking:  # the answers take so long, or never come
+            if is_asking:  # the answers take so long, or never come
                 self.speeds.on_answered(self._now() - fetch.began)
             self._end_wait(request_id, "late")
             return False
@@ -303,8 +302,7 @@ class SecondTier(SecondTierHooks):
         if self.is_on:
             # vLLM may not come to these requests in a step, while it has no room for more.
             for fetch in self._waits.values():
-                if fetch.is_asking:
-                    self._ask(fetch)
+                next(fetch.asking, None)
             self._start_reads()
             self.writes.start()
             self._objects.flush()
@@ -369,36 +367,51 @@ class SecondTier(SecondTierHooks):
 
     # Asking
 
-    def _begin(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> _Fetch:
-        """Ask for the first blocks behind the hit that are in chains, or for all if none is."""
-        start = num_computed_tokens + num_hit_tokens
-        limit = self.clock() + self.speeds.max_wait(max(0, request.num_tokens - start))
-        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, self._now(), limit)
-        self._waits[request.request_id] = fetch
-        for group in self._groups.chained_ids:
-            stop = start + _FIRST_ASKED * self._groups.block_sizes[group]
-            self._add_unanswered(fetch, group, start, stop)
-        if not self._groups.chained_ids:
-            self._add_all(fetch)
-        return fetch
+    def _ask(self, fetch: _Fetch) -> Iterator[None]:
+        """Ask for the blocks that a request lacks, and plan. Yields while answers are missing."""
+        request, groups = fetch.request, self._groups
+        # Mostly the first blocks of chains are missing, and so are all behind them.
+        start, sizes = fetch.num_computed_tokens + fetch.num_hit_tokens, groups.block_sizes
+        first = [
+            (group, start, start + _FIRST_ASKED * sizes[group]) for group in groups.chained_ids
+        ]
+        has_asked = yield from self._ask_about(fetch, first)
+        stop = fetch.chain_end or request.num_tokens
+        if (
+            not first
+            or groups.next_hit(stop - 1) > fetch.num_computed_tokens + fetch.num_hit_tokens
+        ):
+            # The chains allow a longer hit: it is other groups that the tier lacks.
+            stop -= fetch.chain_end is not None
+            every = [(group, fetch.num_computed_tokens, stop) for group in groups.ids]
+            has_asked |= yield from self._ask_about(fetch, every)
+        if has_asked:
+            self.speeds.on_answered(self._now() - fetch.began)
+        self._objects.on_answered(request.request_id)
+        self._plan(fetch)
 
-    def _add_all(self, fetch: _Fetch) -> None:
-        """Ask for all blocks, up to where a chain ends."""
-        fetch.state = _State.ASKING_ALL
-        stop = fetch.request.num_tokens if fetch.chain_end is None else fetch.chain_end - 1
-        for group in self._groups.ids:
-            self._add_unanswered(fetch, group, fetch.num_computed_tokens, stop)
-
-    def _add_unanswered(self, fetch: _Fetch, group: int, start: int, stop: int) -> None:
-        hashes = fetch.request.block_hashes
-        for end, key in self._groups.keys_between(hashes, group, start, stop):
-            if self._tier.has(key) or key in fetch.found:
-                continue
-            name = self._objects.name(key)
-            fetch.unanswered.append((end, key, name))
-            self._ask_for(name, fetch.request.request_id)
-            fetch.has_asked = True
+    def _ask_about(
+        self, fetch: _Fetch, parts: Iterable[tuple[int, int, int]]
+    ) -> Generator[None, None, bool]:
+        """Ask for the blocks of groups between two tokens. Returns whether there are any."""
+        request = fetch.request
+        lacking = [
+            (group, end, key, self._objects.name(key))
+            for group, start, stop in parts
+            for end, key in self._groups.keys_between(request.block_hashes, group, start, stop)
+            if not (self._tier.has(key) or key in fetch.found)
+        ]
+        for *_, name in lacking:
+            self._ask_for(name, request.request_id)
         self._objects.flush()
+        for group, end, key, name in lacking:
+            while (answer := self._ask_for(name, request.request_id)) is None:
+                yield
+            if answer:
+                fetch.found.add(key)
+            elif group in self._groups.chained_ids:
+                fetch.chain_end = min(end, fetch.chain_end or end)
+        return bool(lacking)
 
     def _ask_for(self, name: OffloadKey, request_id: str) -> bool | None:
         """As ``Objects.ask``. What could not be read of late counts as missing."""
@@ -406,34 +419,6 @@ class SecondTier(SecondTierHooks):
         if failed is not None and self.clock() - failed < _FORGET_SECONDS:
             return False
         return self._objects.ask(name, request_id)
-
-    def _ask(self, fetch: _Fetch) -> None:
-        """Take the answers that there are. Once all are there, ask for more, or plan."""
-        request_id = fetch.request.request_id
-        while fetch.unanswered:
-            end, key, name = fetch.unanswered[0]
-            answer = self._ask_for(name, request_id)
-            if answer is None:
-                return
-            fetch.unanswered.popleft()
-            if answer:
-                fetch.found.add(key)
-            elif int(get_group_id(key)) in self._groups.chained_ids:
-                fetch.chain_end = min(end, fetch.chain_end or end)
-        if fetch.state is _State.ASKING_FIRST and self._may_extend(fetch):
-            self._add_all(fetch)
-            self._ask(fetch)
-            return
-        if fetch.has_asked:
-            self.speeds.on_answered(self._now() - fetch.began)
-        self._objects.on_answered(request_id)
-        self._plan(fetch)
-
-    def _may_extend(self, fetch: _Fetch) -> bool:
-        """Whether the chains allow a longer hit. Then it is other groups that the tier lacks."""
-        stop = fetch.chain_end or fetch.request.num_tokens
-        start = fetch.num_computed_tokens + fetch.num_hit_tokens
-        return self._groups.next_hit(stop - 1) > start
 
     def _plan(self, fetch: _Fetch) -> None:
         """Decide what to fetch: what a lookup needs for the longest prefix."""
@@ -475,7 +460,7 @@ class SecondTier(SecondTierHooks):
             self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
         if fetch is None:
             return
-        if fetch.is_asking:
+        if fetch.state is _State.ASKING:
             self._objects.on_answered(request_id)
         while fetch.sources:
             source = fetch.sources.pop()
@@ -517,7 +502,7 @@ class SecondTier(SecondTierHooks):
                 self.writes.on_ended(ended.id, ok=ended.ok)
                 continue
             rows = [block.block_id for block in read.blocks[: ended.num_read]]
-            read.check = self._helper.count_whole(rows, read.names[: ended.num_read])
+            read.check = self._helper.ask(Seals.count_whole, rows, read.names[: ended.num_read])
         self._helper.poll()
         for fetch in self._fetches:
             while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
@@ -552,10 +537,10 @@ class SecondTier(SecondTierHooks):
             host_blocks=[read.blocks[index] for index in wanted],
         )
         self._tier.unpin([b for index, b in enumerate(read.blocks) if index not in wanted])
-        (useless,) = self._tier.commit([run])
+        useless = self._tier.commit(run)
         self._meter.add(metrics.FETCHED, len(wanted) - len(useless))
         self._on_fetched(run, fetch.request, useless)
-        self._helper.on_read(self._objects.paths(read.names[:num_brought]))
+        self._helper.tell(Directory.on_read, self._objects.paths(read.names[:num_brought]))
 
     def _on_bad(self, name: OffloadKey) -> None:
         """An object could not be read, or has other bytes than it should."""
@@ -563,7 +548,7 @@ class SecondTier(SecondTierHooks):
         self._failed[name] = self.clock()
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
-        self._helper.remove(self._objects.paths([name]))
+        self._helper.tell(Directory.remove, self._objects.paths([name]))
 
     # Hanging
 

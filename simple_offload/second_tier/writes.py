@@ -13,9 +13,11 @@ from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier.directory import Directory
 from simple_offload.second_tier.helper import Helper
 from simple_offload.second_tier.objects import Objects
 from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.seals import Seals
 from simple_offload.second_tier.speeds import EngineTime
 
 logger = get_logger(__name__)
@@ -76,7 +78,7 @@ class Writes:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way or could be."""
-        return not (self._sealing or self._in_flight or self._num_writable)
+        return not (self.has_pending_work or self._in_flight)
 
     @property
     def has_pending_work(self) -> bool:
@@ -114,7 +116,7 @@ class Writes:
                     self._meter.add(metrics.SECOND_TIER_DROPPED, 1, "evicted")
             if blocks:
                 _, names, rows = zip(*blocks, strict=True)
-                seals = self._helper.make_seals(rows, names)
+                seals = self._helper.ask(Seals.make, rows, names)
                 self._sealing.append(_Write(blocks, seals, self._now()))
 
     def on_ended(self, write_id: int, *, ok: bool) -> None:
@@ -136,7 +138,7 @@ class Writes:
         self._helper.on_written(self._objects.paths(names), num_bytes)
         # Some blocks have changed since: their seal does not fit.
         names = [block.name for block in write.blocks if not self._is_unchanged(block)]
-        self._helper.remove(self._objects.paths(names))
+        self._helper.tell(Directory.remove, self._objects.paths(names))
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""

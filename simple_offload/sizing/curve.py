@@ -58,15 +58,13 @@ class _Slice:
     often as it has been asked for."""
 
 
+@dataclass(slots=True, eq=False)
 class Prompt:
     """A prompt that was shown to a curve."""
 
-    __slots__ = ("num_blocks", "sampled")
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.sampled: list[int] = []
-        """Filled when the curve looks at it."""
+    num_blocks: int
+    sampled: list[int] = field(default_factory=list)
+    """Filled when the curve looks at it."""
 
 
 _Waiting = tuple[Prompt, bool, int, int]

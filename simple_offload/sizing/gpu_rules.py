@@ -18,28 +18,22 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from simple_offload.sizing.absent import Absent
 
 
-class Attention(FlashAttentionBackend):
+class _WithoutKernels:
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Absent
+
+
+class Attention(_WithoutKernels, FlashAttentionBackend):
     """Keys and values."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Absent
 
-
-class LatentAttention(FlashMLABackend):
+class LatentAttention(_WithoutKernels, FlashMLABackend):
     """Latents."""
 
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Absent
 
-
-class SparseLatentAttention(FlashMLASparseBackend):
+class SparseLatentAttention(_WithoutKernels, FlashMLASparseBackend):
     """Latents, of which an index selects some."""
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return Absent
 
 
 def apply() -> None:

@@ -99,24 +99,23 @@ def plan_model(
 
 
 def parse_plan(plan: dict[str, Any]) -> ModelBytes:
-    """What ``planning.plan`` has returned."""
+    """What ``planning.describe`` has returned."""
     return ModelBytes(**plan | {"groups": tuple(GroupBytes(*group) for group in plan["groups"])})
 
 
 def _check(config: Path) -> Path:
     """The file, which is a JSON object with architectures."""
     file = config / "config.json" if config.is_dir() else config
-    allowed = 'a model\'s config.json, which has "architectures", or the folder with it'
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.get("architectures"):
+            return file
+        problem = "no architectures"
     except OSError as error:
-        raise ConfigError(
-            f"--model={str(config)!r}: {error.strerror}. Allowed: {allowed}"
-        ) from None
+        problem = str(error.strerror)
     except ValueError as error:
-        raise ConfigError(
-            f"--model={str(config)!r}: not JSON: {error}. Allowed: {allowed}"
-        ) from None
-    if not isinstance(content, dict) or not content.get("architectures"):
-        raise ConfigError(f"--model={str(config)!r}: no architectures. Allowed: {allowed}")
-    return file
+        problem = f"not JSON: {error}"
+    raise ConfigError(
+        f"--model={str(config)!r}: {problem}. Allowed: a model's config.json, which has "
+        '"architectures", or the folder with it'
+    )

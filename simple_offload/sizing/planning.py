@@ -1,17 +1,14 @@
 """Plans a model's KV cache as vLLM's engine does, without weights and without a device.
 
-That is done by a process of its own, ``python -m simple_offload.sizing.planning OPTIONS FILE``:
-the model's layers are made on torch's meta device, and vLLM's layers of experts, which have no KV
-and look for kernels of the device, are replaced. OPTIONS is a JSON object with the arguments of
-``plan_model``; FILE receives the plan, or the reason why there is none.
+That is done by a process of its own (``child.ask``): the model's layers are made on torch's meta
+device, and vLLM's layers of experts, which have no KV and look for kernels of the device, are
+replaced.
 """
 
-import gc
 import json
 import math
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,25 +52,6 @@ _ROOM = 2**62
 """Bytes for the KV cache. So many blocks fit that their size follows from their number."""
 
 
-def plan(
-    config: str,
-    tensor_parallel_size: int,
-    kv_cache_dtype: str,
-    block_size: int | None,
-    speculative_config: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The fields of ModelBytes, as JSON has them. Raises what vLLM raises."""
-    return describe(
-        *plan_engine(
-            config,
-            tensor_parallel_size=tensor_parallel_size,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=block_size,
-            speculative_config=speculative_config,
-        )
-    )
-
-
 def plan_engine(config: str, **options: Any) -> tuple[VllmConfig, KVCacheConfig]:
     """vLLM's configuration of an engine for the model of ``config`` (a config.json), and the plan
     of a rank's KV cache, with a drafter's layers. ``options``: of vLLM's EngineArgs. Changes vLLM's
@@ -114,7 +92,7 @@ def plan_engine(config: str, **options: Any) -> tuple[VllmConfig, KVCacheConfig]
 
 
 def describe(vllm_config: VllmConfig, planned: KVCacheConfig) -> dict[str, Any]:
-    """The fields of ModelBytes, of what ``plan_engine`` has returned."""
+    """The fields of ModelBytes, as JSON has them, of what ``plan_engine`` has returned."""
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     replicas = Replicas.find(vllm_config, planned)
     num_pools = num_ranks // replicas.count
@@ -202,23 +180,16 @@ def _boundary(spec: KVCacheSpec) -> tuple[str, int]:
     return "chain", 0
 
 
-def main(argv: list[str]) -> None:
-    """Plan, and write the answer."""
-    answer = Path(argv[1])
-    options: Mapping[str, Any] = json.loads(argv[0])
+def answer(file: Path, **options: Any) -> None:
+    """Write the plan of ``plan_engine(**options)`` to ``file``, or why there is none."""
     try:
-        answer.write_text(json.dumps(plan(**options)))
+        found: object = describe(*plan_engine(**options))
     except Exception as error:  # noqa: BLE001 - a model's code may raise every kind
-        answer.write_text(json.dumps(_reason(error)))
+        found = _reason(error)
+    file.write_text(json.dumps(found))
 
 
 def _reason(error: Exception) -> str:
     details = getattr(error, "errors", None)  # pydantic's, whose text repeats the arguments
     text = details()[0]["msg"] if callable(details) else f"{type(error).__name__}: {error}"
     return " ".join(text.removeprefix("Value error, ").split())
-
-
-if __name__ == "__main__":
-    # Imports make millions of objects that stay. To look for garbage takes a third of their time.
-    gc.disable()
-    main(sys.argv[1:])

@@ -14,7 +14,6 @@ from simple_offload.backends.base import (
     CopiesByLayer,
     CopyBackend,
     Direction,
-    Measured,
     Measurement,
     Pending,
     PendingGroup,
@@ -26,7 +25,6 @@ from simple_offload.transfer import Transfer
 logger = get_logger(__name__)
 
 _JOIN_SECONDS = 60.0
-_UNMEASURED = Measurement(None, {})
 _SWITCH_SECONDS = 1e-3
 """How long a thread waits for Python's interpreter lock before it asks the holder to release it.
 vLLM's thread that takes in requests holds the lock for a millisecond a prompt. The thread that runs
@@ -125,7 +123,7 @@ class _Copy:
         total, num_bytes = 0.0, Counter[str]()
         try:
             for group in self.groups:
-                measured = group.measure() if isinstance(group, Measured) else _UNMEASURED
+                measured = group.measure()
                 num_bytes.update(measured.num_bytes)
                 if measured.seconds is None:
                     return Measurement(None, num_bytes)
@@ -133,7 +131,7 @@ class _Copy:
         except Exception:
             # Every byte has arrived: without a measurement the copy is still complete.
             logger.exception("A copy cannot be measured")
-            return _UNMEASURED
+            return Measurement(None, {})
         return Measurement(total if self.groups else None, num_bytes)
 
 
@@ -223,7 +221,8 @@ class CopyLane:
         completions: list[Completion] = []
         if self._is_idle:
             return completions
-        self._collect()
+        while not self._progress.empty():
+            self._note(self._progress.get())
         while self._under_way and self._under_way[0].is_accepted:
             first = self._under_way[0]
             try:
@@ -253,13 +252,13 @@ class CopyLane:
             seconds -= all_groups
         return nearly
 
-    def hold_compute(self, transfer_ids: Collection[int], num_groups: int | None = None) -> None:
-        """Make compute that is queued from now on wait, on the device, for those of the
-        transfers that are under way, or for their first ``num_groups`` layer groups. The caller
-        waits until the device has accepted these."""
+    def hold_compute(self, transfer_ids: Collection[int], num_groups: int) -> None:
+        """Make compute that is queued from now on wait, on the device, for the first
+        ``num_groups`` layer groups of those of the transfers that are under way. The caller waits
+        until the device has accepted these."""
         for copy in list(self._under_way):
             if copy.transfer.id in transfer_ids:
-                wanted = min(num_groups or copy.num_groups, copy.num_groups)
+                wanted = min(num_groups, copy.num_groups)
                 while len(copy.groups) < wanted and not copy.is_accepted:
                     self._note(self._progress.get())
                 for group in copy.groups[:wanted][-1:]:
@@ -307,11 +306,6 @@ class CopyLane:
             )
         else:
             self.drain()
-
-    def _collect(self) -> None:
-        """Note what the thread has submitted. Never waits."""
-        while not self._progress.empty():
-            self._note(self._progress.get())
 
     def _note(self, progress: _Progress) -> None:
         copy = progress.copy

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,10 +18,15 @@ descriptors (docs/measurements.md, "Engines with overlap_loads and without")."""
 class LayerGroups:
     """A division of a device block's bytes, in the order of the regions: that of the layers."""
 
-    parts: tuple[tuple[PagePart, ...], ...]
-    """By group."""
-    num_needed: Mapping[str, int]
+    parts: tuple[tuple[PagePart, ...], ...] = ()
+    """By group; empty for one group, of all bytes."""
+    num_needed: Mapping[str, int] = field(default_factory=dict)
     """By layer name, how many of the first groups have its bytes."""
+
+    @property
+    def num(self) -> int:
+        """Number of groups."""
+        return len(self.parts) or 1
 
     @classmethod
     def find(
@@ -30,19 +35,19 @@ class LayerGroups:
         regions: Sequence[torch.Tensor],
         least_part_bytes: int,
         num_groups: int = NUM_GROUPS,
-    ) -> "LayerGroups | None":
+    ) -> "LayerGroups":
         """At most ``num_groups`` groups of about equal size, each of whole layers.
 
         ``kv_caches``: a strided view of every layer, ``[num_blocks x k, ...]``. ``regions``: as
-        ``find_regions`` returns them. ``least_part_bytes``: as the backend has it. None if no two
-        groups are possible: every layer may have bytes at the end of a block, parts of pages may be
+        ``find_regions`` returns them. ``least_part_bytes``: as the backend has it. One if no two
+        are possible: every layer may have bytes at the end of a block, parts of pages may be
         too small, or a layer has no such view.
         """
         starts = [0, *accumulate(region.shape[1] for region in regions)]
         ends = {}
         for name, cache in kv_caches.items():
             if (end := _end_in_block(cache, regions, starts)) is None:
-                return None
+                return cls()
             ends[name] = end
         cuts = sorted({0, *ends.values(), starts[-1]})
         for count in range(num_groups, 1, -1):
@@ -52,7 +57,7 @@ class LayerGroups:
             if len(parts) > 1 and _are_large(parts, regions, least_part_bytes):
                 needed = {name: bisect_left(stops, end) for name, end in ends.items()}
                 return cls(parts, needed)
-        return None
+        return cls()
 
 
 def _end_in_block(

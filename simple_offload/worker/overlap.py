@@ -77,13 +77,14 @@ class Overlap:
     the first layers and the last.
 
     vLLM calls ``wait_for_layer_load`` in every attention operator. Where it does not, as in a step
-    that it replays as one CUDA graph, compute waits for whole loads at the step's start. One
-    thread, the one that runs the model, calls all methods.
+    that it replays as one CUDA graph, or where loads come in one layer group, compute waits for
+    whole loads at the step's start. One thread, the one that runs the model, calls all methods.
     """
 
     def __init__(
         self, groups: LayerGroups, lane: CopyLane, backend: CopiesByLayer, meter: metrics.Meter
     ) -> None:
+        """``backend``: used for several groups only."""
         self._groups = groups
         self._meter = meter
         self._lane = lane
@@ -103,7 +104,9 @@ class Overlap:
     def plan(self, load: Transfer, lag_seconds: float) -> Transfer:
         """The load as it is to be copied: by layer group only if it takes long enough."""
         seconds = len(load.device_blocks) * self._seconds_per_block
-        return load if seconds >= LEAST_LAGS * lag_seconds else replace(load, num_new_tokens=0)
+        if self._groups.num == 1 or seconds >= LEAST_LAGS * lag_seconds:
+            return load
+        return replace(load, num_new_tokens=0)
 
     def on_load_ended(self, load: Transfer, seconds: float) -> None:
         """The device has taken ``seconds`` for it."""
@@ -113,13 +116,13 @@ class Overlap:
         """Make the compute of a step of ``num_tokens`` tokens wait for these loads."""
         self._loads, self._num_held, self._last_hold = loads, 0, None
         self._forward = _Forward(num_tokens, self._lane.num_divided_blocks(loads), [])
-        if not _waits_by_layer():
-            self._hold(len(self._groups.parts))
+        if self._groups.num == 1 or not _waits_by_layer():
+            self._hold(self._groups.num)
 
     def on_layer(self, name: str) -> None:
         """The compute that is queued next reads the KV of this layer."""
         if self._loads:
-            num_groups = self._groups.num_needed.get(name, len(self._groups.parts))
+            num_groups = self._groups.num_needed.get(name, self._groups.num)
             if num_groups > self._num_held:
                 self._hold(num_groups)
 
@@ -132,7 +135,7 @@ class Overlap:
                     "no layer has called wait_for_layer_load in a step that reads loaded KV "
                     "(overlap_loads=False avoids this)"
                 )
-            self._hold(len(self._groups.parts))
+            self._hold(self._groups.num)
 
     def hidden_seconds(self, load: Transfer) -> float:
         """Lower bound on compute between the first layer of the load's request and the last. The
@@ -155,7 +158,7 @@ class Overlap:
         return max(shares, default=0.0)
 
     def _hold(self, num_groups: int) -> None:
-        forward, is_last = self._forward, num_groups == len(self._groups.parts)
+        forward, is_last = self._forward, num_groups == self._groups.num
         if self._last_hold is not None:
             forward.stretches.append((self._last_hold, self._backend.mark_compute()))
         self._lane.hold_compute(self._loads, num_groups)

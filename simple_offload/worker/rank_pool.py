@@ -63,19 +63,6 @@ class Row(NamedTuple):
     """Of this rank's pages in a row."""
 
 
-class _Meeting(NamedTuple):
-    """Ranks of one machine and kind, this one too."""
-
-    num_all: int
-    """Ranks of any machine and kind."""
-    ranks: list[int]
-    news: list[Any]
-    """By such rank, what it told."""
-    memory: SharedMemory | None
-    """None if one of them cannot open it."""
-    failures: list[str]
-
-
 @dataclass(frozen=True, slots=True)
 class RankPool:
     """Ranks of one machine that have the same KV. Each stores a stripe of what all have, and loads
@@ -203,9 +190,12 @@ def row_bytes(num_bytes: int) -> int:
     return -(-(num_bytes + SEAL_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _meet(peers: Peers, kind: Hashable, news: Any = None) -> _Meeting:
+def _meet(
+    peers: Peers, kind: Hashable, news: Any = None
+) -> tuple[int, list[int], list[Any], SharedMemory | None, list[str]]:
     """Meet the ranks with an equal ``kind`` on this machine, and open the memory of the first of
-    them."""
+    them. Returns how many ranks there are of any machine and kind; of those that were met, which
+    they are and their news; the memory, None if one of them cannot open it; and their failures."""
     memory, address, failure = None, None, None
     try:
         memory = SharedMemory.create()
@@ -226,7 +216,7 @@ def _meet(peers: Peers, kind: Hashable, news: Any = None) -> _Meeting:
     if memory is not None and failures:
         memory.close()
         memory = None
-    return _Meeting(len(met), ranks, [met[rank][2] for rank in ranks], memory, failures)
+    return len(met), ranks, [met[rank][2] for rank in ranks], memory, failures
 
 
 def this_machine() -> Hashable:

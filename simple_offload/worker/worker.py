@@ -54,7 +54,6 @@ class OffloadWorker:
         self._make_peers = make_peers
         self._page_layout = page_layout
         self._waiting_layers = waiting_layers
-        self._overlap: Overlap | None = None
         self._layout: tuple[object, ...] = ()
         self._rank_pool = RankPool()
         self._backend = make_backend(config.backend, config.copy_path)
@@ -69,6 +68,8 @@ class OffloadWorker:
         self._meter = metrics.Meter()
         self._reported_open = 0
         self._is_shut_down = False
+        self._is_divided = False
+        """Whether loads come in several layer groups."""
         self.lanes: dict[Direction, CopyLane] = {}
         """Empty until KV caches are registered."""
 
@@ -83,30 +84,27 @@ class OffloadWorker:
             groups = self._divide(kv_caches, regions)
             self._prepare_host_pool(regions)
         self.host_pool.open()
-        num_groups = len(groups.parts) if groups is not None else 1
         self.lanes = {
-            Direction.LOAD: CopyLane(self._backend, Direction.LOAD, num_groups),
+            Direction.LOAD: CopyLane(self._backend, Direction.LOAD, groups.num),
             Direction.STORE: CopyLane(self._backend, Direction.STORE),
         }
-        if groups is not None:
-            backend = cast(CopiesByLayer, self._backend)
-            self._overlap = Overlap(groups, self.lanes[Direction.LOAD], backend, self._meter)
+        self._is_divided = groups.num > 1
+        backend = cast(CopiesByLayer, self._backend)
+        self._overlap = Overlap(groups, self.lanes[Direction.LOAD], backend, self._meter)
 
-    def _divide(
-        self, kv_caches: Mapping[str, KVCache], regions: list[torch.Tensor]
-    ) -> LayerGroups | None:
-        """Have loads copied by layer group; None if compute must wait for whole loads."""
+    def _divide(self, kv_caches: Mapping[str, KVCache], regions: list[torch.Tensor]) -> LayerGroups:
+        """Have loads copied by layer group; in one, if compute must wait for whole loads."""
         backend, waiting = self._backend, self._waiting_layers()
         if not (self.config.overlap_loads and self._announcements.wait_seconds > 0):
-            return None
+            return LayerGroups()
         if not isinstance(backend, CopiesByLayer) or any(name not in waiting for name in kv_caches):
-            return None
+            return LayerGroups()
         tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
         groups = LayerGroups.find(tensors, regions, backend.least_part_bytes)
-        if groups is not None:
+        if groups.num > 1:
             logger.info(
                 "Loads come in %d groups of layers: compute begins with the first",
-                len(groups.parts),
+                groups.num,
             )
             backend.divide(groups.parts)
         return groups
@@ -185,11 +183,7 @@ class OffloadWorker:
         if self.lanes and metadata.num_host_blocks is not None:
             self.host_pool.agree(metadata.num_host_blocks)
         if self.lanes and metadata.admitted:
-            admitted = set(metadata.admitted)
-            if self._overlap is not None:
-                self._overlap.hold_compute(admitted, metadata.num_tokens)
-            else:
-                self.lanes[Direction.LOAD].hold_compute(admitted)
+            self._overlap.hold_compute(set(metadata.admitted), metadata.num_tokens)
         self._announcements.on_step(metadata.num_tokens > 0, metadata.admitted)
         self.submit_loads()
 
@@ -199,12 +193,13 @@ class OffloadWorker:
 
     def wait_for_layer(self, name: str) -> None:
         """Make the compute that is queued next wait for the loaded KV of this layer."""
-        if self._overlap is not None:
+        if self._is_divided:
             self._overlap.on_layer(name)
 
     def submit_stores(self) -> None:
         """Start the step's stores that have not been started, after the compute queued so far."""
-        self._end_forward()
+        if self.lanes:
+            self._overlap.on_forward_ended()
         self._submit(Direction.STORE, self._metadata.stores)
 
     def poll(self) -> tuple[set[str], set[str]]:
@@ -215,11 +210,11 @@ class OffloadWorker:
         (``EarlyAnnouncement``); ``bind`` makes compute wait for the rest, or each layer of it
         (``Overlap``).
         """
-        self._end_forward()
         loaded: set[str] = set()
         failed: set[str] = set()
         if not self.lanes:
             return loaded, failed
+        self._overlap.on_forward_ended()
         load_lane, store_lane = self.lanes[Direction.LOAD], self.lanes[Direction.STORE]
         for completion in load_lane.poll():
             self._note(Direction.LOAD, completion)
@@ -235,7 +230,7 @@ class OffloadWorker:
             if completion.error is not None:
                 failed.add(_request_of(completion.transfer))
         if (lead_seconds := self._announcements.lead_seconds) > 0:
-            for transfer in load_lane.nearly_done(lead_seconds, self._hidden_seconds):
+            for transfer in load_lane.nearly_done(lead_seconds, self._overlap.hidden_seconds):
                 if self._announcements.announce(transfer.id):
                     loaded.add(_request_of(transfer))
         for completion in store_lane.poll():
@@ -247,9 +242,8 @@ class OffloadWorker:
         there are none."""
         if not self.lanes:
             return None
-        capacity = self.capacity
-        if capacity.num_open != self._reported_open:
-            self._report.capacities[self._name] = capacity
+        if self.host_pool.num_open != self._reported_open:
+            self._report.capacities[self._name] = capacity = self.capacity
             self._reported_open = capacity.num_open
         elif not self._report.ended and self._report.step is None:
             return None  # a lane that breaks fails a transfer, so none is missed
@@ -283,13 +277,6 @@ class OffloadWorker:
             self._rank_pool.free()
 
     # Details
-
-    def _end_forward(self) -> None:
-        if self._overlap is not None:
-            self._overlap.on_forward_ended()
-
-    def _hidden_seconds(self, load: Transfer) -> float:
-        return self._overlap.hidden_seconds(load) if self._overlap is not None else 0.0
 
     def _meet_ranks(self, page_bytes: list[int]) -> RankPool:
         """Find the ranks that share this one's host memory, as ``host_copies`` says. For a second
@@ -332,7 +319,7 @@ class OffloadWorker:
         barrier = self._backend.barrier() if ordered else None
         for transfer in due:
             own = self._rank_pool.own_part(direction, transfer)
-            if direction is Direction.LOAD and self._overlap is not None:
+            if direction is Direction.LOAD:
                 own = self._overlap.plan(own, self._announcements.lag_seconds)
             lane.submit(own, barrier if transfer.after_compute else None)
             self._last_submitted[direction] = transfer.id
@@ -363,7 +350,7 @@ class OffloadWorker:
         for path, count in num_bytes.items():
             self._meter.add(metrics.BYTES, count, way, path)
         self._meter.sample(metrics.SECONDS, stats.seconds, way)
-        if direction is Direction.LOAD and self._overlap is not None:
+        if direction is Direction.LOAD:
             self._overlap.on_load_ended(completion.transfer, stats.seconds)
         self._meter.sample(metrics.WAIT_SECONDS, stats.wait_seconds, way)
         if stats.seconds > 0:

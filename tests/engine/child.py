@@ -155,9 +155,9 @@ def _waits(*, too_little: bool) -> Iterator[None]:
     group less than it needs."""
     find = LayerGroups.find
 
-    def find_less(*arguments: Any) -> LayerGroups | None:
+    def find_less(*arguments: Any) -> LayerGroups:
         groups = find(*arguments)
-        if groups is None or not too_little:
+        if not too_little:
             return groups
         fewer = {layer: max(1, count - 1) for layer, count in groups.num_needed.items()}
         return replace(groups, num_needed=fewer)

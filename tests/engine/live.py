@@ -124,7 +124,7 @@ class LiveEngine:
         found = []
         if self.offload is not None:
             tier = self.offload.tier
-            held["host"] = tier.num_blocks - tier.num_replicas - tier.num_free
+            held["host"] = tier.max_contents + 1 - tier.num_free
             try:
                 integrity.check_at_rest(self.offload)
             except AssertionError as problem:

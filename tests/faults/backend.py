@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
+from simple_offload.backends.base import Barrier, CopyBackend, Direction, Measurement, Pending
 from simple_offload.transfer import Transfer
 
 
@@ -104,6 +104,9 @@ class _Late:
     def hold_compute(self) -> None:
         """Compute waits for announced copies only, and a late one is never announced."""
         assert self.ended, "compute would wait for a copy that has not been made"
+
+    def measure(self) -> Measurement:
+        return Measurement(None, {})
 
     def wait(self) -> None:
         if self.ended:

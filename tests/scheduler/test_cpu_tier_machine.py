@@ -118,7 +118,7 @@ class Tier(RuleBasedStateMachine):
         assert names(found.pins) == behind
         if behind:
             self.tier.pin(found.pins)
-            self.hits.append(found.pins)
+            self.hits.append(list(found.pins))
             self.references.update(each.block_id for each in found.pins)
             self.duplicates.difference_update(behind)
             self.use_hit(behind)

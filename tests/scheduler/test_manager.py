@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import RankCapacity, WorkerReport
+from simple_offload.ranks import Ranks
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import make_request, prompt
@@ -56,7 +57,9 @@ def make_scheduler(
     for name, value in settings.items():
         *owners, last = name.split(".")
         setattr(reduce(getattr, owners, vllm_config), last, value)
-    config = OffloadConfig.parse({"num_cpu_blocks": NUM_BLOCKS} | extra_config, num_ranks)
+    config = OffloadConfig.parse(
+        {"num_cpu_blocks": NUM_BLOCKS} | extra_config, Ranks(num_ranks, num_ranks)
+    )
     return OffloadScheduler(vllm_config, kv_cache_config, config)
 
 

@@ -44,7 +44,7 @@ def test_a_tier_without_private_groups() -> None:
     allocated = tier.allocate_for([key(name, PRIVATE) for name in ("a", "ab", "abc")], set())
     assert len(allocated) == 3
     assert tier.slots_by_place(np.array(tier.slots(allocated), np.int64)) is None
-    assert (tier.num_free, tier.num_replicas) == (5, 0)
+    assert (tier.num_free, tier.max_contents) == (5, 8)
 
 
 @pytest.mark.parametrize("num_sub_blocks", [2, 4])
@@ -142,7 +142,7 @@ class _Run:
         check_tier(self.tier)
         pinned = [*self.pinned, *(each for blocks, _ in self.in_flight for each in blocks)]
         num_pinned = len({each.block_id for each in pinned})
-        assert self.tier.num_free + self.tier.num_replicas + num_pinned == self.tier.num_blocks - 1
+        assert self.tier.num_free + num_pinned == self.tier.max_contents
         full = [each for each in pool_of(self.tier).blocks if each.block_hash is not None]
         in_use = list({each.block_id: each for each in (*pinned, *full)}.values())
         ids = ids_by_place(self.tier, in_use)
@@ -159,7 +159,7 @@ class _Run:
         num_blocks = self.tier.num_blocks - 1
         names = [str(number) for number in range(num_blocks + 1)]
         assert len(self.tier.allocate_for([key(name) for name in names], set())) == num_blocks
-        assert self.tier.num_replicas == 0
+        assert self.tier.max_contents == num_blocks
 
     def _found(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         return [found for each in keys if (found := get(self.tier, each)) is not None]

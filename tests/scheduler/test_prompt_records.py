@@ -48,6 +48,20 @@ def test_a_new_prompt_and_its_end(drive: MakeDriver) -> None:
     assert sources == {"device": 24, "host": 0}
 
 
+def test_the_log_has_the_first_hit(drive: MakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    """Not a prompt that the device has, and no later hit."""
+    caplog.set_level("INFO")
+    driver = drive(num_host_blocks=100)
+    for name in ("new", "on the device"):
+        driver.serve(name, THREE)
+    assert "First hit" not in caplog.text
+    for name in ("first", "second"):
+        driver.empty_device_cache()
+        driver.serve(name, THREE)
+    line = "First hit: 12 of a prompt's 13 tokens were loaded instead of computed"
+    assert caplog.text.count("First hit") == caplog.text.count(line) == 1
+
+
 @pytest.mark.parametrize("lazy", [None, True, False])
 def test_contents_that_the_tier_has_evicted(drive: MakeDriver, lazy: bool | None) -> None:
     """And how large it would have had to be: about twice as large for as many newer blocks."""

@@ -118,7 +118,7 @@ def test_states_of_requests_that_give_up_their_blocks_do_not_count(drive: MakeDr
     driver.step()
     scheduled = handed_over(driver, request, 16)
     states = _boundary_states(scheduled)
-    assert [state.num_tokens for state in states["a"]] == [16]
+    assert [num_tokens for _, _, num_tokens in states["a"]] == [16]
     scheduled.preempted_req_ids = {"b"}
     assert _boundary_states(scheduled) == states
     scheduled.preempted_req_ids = {"a"}

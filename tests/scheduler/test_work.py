@@ -42,7 +42,7 @@ def keys_of(chain: int, count: int) -> list[BlockHashWithGroupId]:
 def store(tier: CpuTier, chain: int, count: int, *, on_device: bool = False) -> list[KVCacheBlock]:
     """Store the first ``count`` blocks of a chain."""
     blocks = tier.allocate(count)
-    tier.commit([Run((), keys_of(chain, count), on_device=on_device, host_blocks=blocks)])
+    tier.commit(Run((), keys_of(chain, count), on_device=on_device, host_blocks=blocks))
     return blocks
 
 
@@ -350,7 +350,7 @@ def alternating_priorities(waiting: int = 64) -> Work:
     for request in requests:
         request.priority = 1
         keys = tier._groups.keys(request.block_hashes, 0)
-        tier.commit([Run((), keys, on_device=False, host_blocks=tier.allocate(8))])
+        tier.commit(Run((), keys, on_device=False, host_blocks=tier.allocate(8)))
         reservations.add(request)
     reservations.on_step()
     assert tier.num_reserved == 8 * waiting

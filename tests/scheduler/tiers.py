@@ -107,8 +107,7 @@ def commit(
     """Commit the blocks allocated for these names. Returns the places of useless ones."""
     keys = [key(name, group) for name in stored]
     run = Run((), keys, on_device=on_device, host_blocks=list(filled), inner_keys=inner_keys)
-    [useless] = tier.commit([run])
-    return useless
+    return tier.commit(run)
 
 
 def store(tier: CpuTier, *chains: str, group: int = 0, on_device: bool = False) -> None:

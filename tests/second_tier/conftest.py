@@ -162,7 +162,7 @@ class Server:
             for key, block in zip(keys, blocks, strict=True):
                 self.pages[block.block_id] = bytes_of(key, self.pages.shape[1])
             run = Run((), keys, on_device=False, host_blocks=blocks)
-            [useless] = self.tier.commit([run])
+            useless = self.tier.commit(run)
             self.second_tier.on_stored(run, useless)
 
     def put_behind(self, prompt: str) -> None:
@@ -206,7 +206,7 @@ class Server:
     def ask(self, request: Request) -> bool:
         """Whether a request that vLLM could schedule has to wait. Meanwhile it holds its hit."""
         self.second_tier.on_lookup()
-        num_tokens = self._loads.lookup(request, 0)
+        num_tokens = self._loads.lookup(request, 0).num_tokens
         if self.second_tier.must_wait(request, 0, num_tokens):
             return True
         self._loads.unpin_hit(request.request_id)

@@ -15,6 +15,7 @@ import pytest
 
 from simple_offload.second_tier import helper as helper_module
 from simple_offload.second_tier import helper_main
+from simple_offload.second_tier.directory import Directory
 from simple_offload.second_tier.helper import Helper, start_helper
 from simple_offload.second_tier.process import Process
 from simple_offload.second_tier.rows import Rows
@@ -71,12 +72,12 @@ def poll_until(helper: Helper, is_done: Callable[[], bool]) -> None:
 
 
 def test_it_makes_and_checks_seals(helper: Helper, rows: Rows) -> None:
-    seals = helper.make_seals([0, 1, 2, 3], NAMES)
+    seals = helper.ask(Seals.make, [0, 1, 2, 3], NAMES)
     helper.wait()
     assert seals.result() == Seals(rows.array, SEAL_BYTES).make([0, 1, 2, 3], NAMES)
     rows.seal([0, 1, 2, 3], seals.result())
     rows.array[2, 0] ^= 1
-    count = helper.count_whole([0, 1, 2, 3], NAMES)
+    count = helper.ask(Seals.count_whole, [0, 1, 2, 3], NAMES)
     helper.wait()
     assert count.result() == 2
     assert helper.waiting_since is None
@@ -92,7 +93,7 @@ def test_it_keeps_the_directory(helper: Helper, tmp_path: Path) -> None:
     helper.on_written([str(written)], LIMIT // 8)
     assert helper.room == LIMIT // 8
     poll_until(helper, lambda: helper.room == LIMIT // 4)  # half the room was used
-    helper.remove([str(useless)])
+    helper.tell(Directory.remove, [str(useless)])
     helper.close()
     assert stat.S_IMODE(written.stat().st_mode) == 0o600
     assert not useless.exists()
@@ -119,7 +120,7 @@ def test_a_long_scan_delays_no_changes_and_ends_with_the_process(
     monkeypatch.setattr(helper_module, "helper_main", slow)
     helper = start_helper(rows, tmp_path, LIMIT)
     (useless := tmp_path / "useless").touch()
-    helper.remove([str(useless)])
+    helper.tell(Directory.remove, [str(useless)])
     poll_until(helper, lambda: not useless.exists())
     helper.close()
     assert processes[0].returncode == 0
@@ -129,16 +130,16 @@ def test_another_process_takes_the_place_of_a_killed_one(
     helper: Helper, rows: Rows, processes: list[subprocess.Popen[bytes]]
 ) -> None:
     processes[0].send_signal(signal.SIGSTOP)
-    seals = helper.make_seals([0], NAMES[:1])
+    seals = helper.ask(Seals.make, [0], NAMES[:1])
     processes[0].kill()
     helper.wait()
     assert seals.cancelled()
     assert helper.error is not None
-    helper.on_read(["/no/such/file"])  # without effect
+    helper.tell(Directory.on_read, ["/no/such/file"])  # without effect
     helper.poll()
     helper.restart()
     poll_until(helper, lambda: helper.room > 0)  # it has the directory
-    seals = helper.make_seals([3], NAMES[3:])
+    seals = helper.ask(Seals.make, [3], NAMES[3:])
     helper.wait()
     assert seals.result() == Seals(rows.array, SEAL_BYTES).make([3], NAMES[3:])
 
@@ -149,8 +150,8 @@ def test_nothing_waits_for_a_stopped_process(
     """What the pipe has no room for is sent once it goes on."""
     processes[0].send_signal(signal.SIGSTOP)
     for _ in range(20):
-        helper.on_read(["/no/such/file" * 100] * 100)
-    seals = helper.make_seals([0], NAMES[:1])
+        helper.tell(Directory.on_read, ["/no/such/file" * 100] * 100)
+    seals = helper.ask(Seals.make, [0], NAMES[:1])
     helper.poll()
     assert helper.waiting_since is not None
     processes[0].send_signal(signal.SIGCONT)
@@ -201,7 +202,7 @@ def test_signals_to_all_processes_of_a_server_do_not_end_it(
     helper: Helper, processes: list[subprocess.Popen[bytes]], number: signal.Signals
 ) -> None:
     processes[0].send_signal(number)
-    seals = helper.make_seals([0], NAMES[:1])
+    seals = helper.ask(Seals.make, [0], NAMES[:1])
     helper.wait()
     assert len(seals.result()) == 1
 
@@ -216,7 +217,7 @@ def test_its_process_loads_neither_torch_nor_vllm() -> None:
 
 @pytest.mark.parametrize("is_answer", [True, False])
 def test_a_process_that_cannot_do_what_it_is_told_ends(helper: Helper, is_answer: bool) -> None:
-    seals = helper.make_seals([NUM_ROWS if is_answer else 0], NAMES[:1])
-    helper.on_read(["/no/such/file" if is_answer else "\0"])
+    seals = helper.ask(Seals.make, [NUM_ROWS if is_answer else 0], NAMES[:1])
+    helper.tell(Directory.on_read, ["/no/such/file" if is_answer else "\0"])
     poll_until(helper, lambda: helper.error is not None)
     assert seals.cancelled() or not is_answer

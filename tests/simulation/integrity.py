@@ -60,7 +60,7 @@ def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
 
 def cancelled_stores(scheduler: OffloadScheduler) -> set[int]:
     """Ids of the stores in flight that a reset has cancelled: what they copy is never found."""
-    return {i for i, store in scheduler._stores._in_flight.items() if store.cancelled}
+    return {i for i, store in scheduler._stores._in_flight.items() if not store.keys}
 
 
 def check_protections(scheduler: OffloadScheduler) -> None:
@@ -87,7 +87,7 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
         assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
         if not scheduler._loads._hits and not scheduler._loads._arrived:
             tier = scheduler.tier
-            num_pinned = tier.num_blocks - 1 - tier.num_free - tier.num_replicas
+            num_pinned = tier.max_contents - tier.num_free
             assert num_pinned == 0, f"{num_pinned} host blocks are pinned by nothing"
 
 
@@ -263,7 +263,7 @@ def keys_being_stored(
         for store in (stores._planned, *stores._in_flight.values())
         for run in store.runs
         for place, each in enumerate(run.device_blocks)
-        if each is block and not store.cancelled
+        if each is block and store.keys
     }
 
 
@@ -281,7 +281,7 @@ def check_stores(stores: Stores, groups: Groups) -> None:
     for store in (stores._planned, *stores._in_flight.values()):
         for run in store.runs:
             num_device_blocks = groups.num_sub_blocks * len(run.keys)
-            device_blocks = () if store.cancelled else run.device_blocks
+            device_blocks = run.device_blocks if store.keys else ()
             assert len(run.device_blocks) == num_device_blocks, f"{run}: incomplete"
             assert len(run.keys) == len(run.host_blocks), f"{run}: not paired"
             pinned = (*device_blocks, *run.host_blocks)
@@ -290,7 +290,7 @@ def check_stores(stores: Stores, groups: Groups) -> None:
                 f"{run.host_blocks}: can be found too soon"
             )
         keys = {key for run in store.runs for key in run.keys}
-        assert store.keys == (set() if store.cancelled else keys), "keys on their way differ"
+        assert not store.keys or store.keys == keys, "keys on their way differ"
 
 
 def check_tier(tier: CpuTier) -> None:
@@ -330,7 +330,9 @@ def check_tier(tier: CpuTier) -> None:
     assert not any(code & _LOST and code & _DUPLICATE for code in order._codes), "lost, yet there"
     # Blocks of private groups: one of them stands for the others, which nothing else may touch.
     others = others_of(tier)
-    assert len(others) == tier.num_replicas, f"{others} have others that stand for them"
+    assert len(others) == tier.num_blocks - 1 - tier.max_contents, (
+        f"{others} have others that stand for them"
+    )
     for block_id in others:
         block = pool.blocks[block_id]
         alone = block.ref_cnt == 1 and block.block_hash is None

@@ -218,7 +218,7 @@ class FoundOnDevice:
         # Where a step may take more than a quarter of the device, some blocks cannot be safe.
         if has_room and self._num_taken <= integrity.min_ahead_of(self._scheduler):
             self.num_evicted += 1
-            self._num_lost += not self._scheduler._stores.has(key)
+            self._num_lost += len(self._scheduler._stores.absent([key]))
 
 
 class MovedHashes:

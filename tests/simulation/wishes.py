@@ -226,4 +226,4 @@ class Releases:
 
     def _is_there(self, key: BlockHashWithGroupId) -> bool:
         scheduler = self._scheduler
-        return integrity.has_key(scheduler._device_pool, key) or scheduler._stores.has(key)
+        return integrity.has_key(scheduler._device_pool, key) or not scheduler._stores.absent([key])

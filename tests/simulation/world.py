@@ -295,7 +295,7 @@ class World:
     def _make_rank(self, rank: int, peers: Peers) -> Rank:
         shape = self.shape
         memory = KVMemory(self.kv_cache_configs[rank])
-        config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
+        config = OffloadConfig.parse(self.worker_config(), self._parallelism)
         # Where vLLM says nothing of a layer, the model's number of heads counts. The scripted model
         # has another one.
         replicas = (
@@ -687,7 +687,9 @@ class World:
             if get_block_hash(key) not in kept_out and not self._is_on_device(sub_keys):
                 block_id = before[key]
                 self.num_evicted += 1
-                assert stores.has(key), f"device block {block_id} was evicted before it was stored"
+                assert not stores.absent([key]), (
+                    f"device block {block_id} was evicted before it was stored"
+                )
 
     def _sub_keys(
         self, keys: Iterable[BlockHashWithGroupId]

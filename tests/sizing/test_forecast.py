@@ -125,11 +125,11 @@ def forecast(windows: tuple[int, ...], found: float) -> dict[str, float]:
         store(tier, "x" * 200, group=group)
         store(device, "x" * (50 if group else 100), group=group)
     meter, clock = Meter(), Clock()
-    forecaster = Forecaster(tier, 0, TOKENS, pool_of(device), 1, meter, clock)
+    forecaster = Forecaster(tier, 0, pool_of(device), 1, meter, clock)
     forecaster.on_step()
     for hashes, num_found in requests(found):
-        forecaster.on_prompt(hashes, TOKENS + 1)
-        forecaster.on_found(num_found)
+        forecaster.curve.on_prompt(hashes, TOKENS, TOKENS + 1)
+        forecaster.curve.on_found(num_found, tier.num_duplicates)
     clock.now += 601
     forecaster.on_step()
     stats = meter.drain()

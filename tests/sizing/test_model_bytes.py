@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from simple_offload.config import ConfigError
 from simple_offload.sizing.model_bytes import ModelBytes, parse_plan, plan_model
-from simple_offload.sizing.planning import main
+from simple_offload.sizing.planning import answer
 from tests.forked import in_child
 
 LLAMA_8B: dict[str, Any] = {
@@ -149,7 +149,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         given = {"config": str(path), **options, **changed}
         if (drafter := given.get("speculative_config")) and "model" in drafter:
             given["speculative_config"] = drafter | {"model": str(folder)}
-        arguments.append([json.dumps(given), str(folder / f"{number}.answer")])
+        arguments.append((folder / f"{number}.answer", given))
     in_child(_plan_all, arguments)
     return {
         name: json.loads((folder / f"{number}.answer").read_text())
@@ -157,9 +157,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def _plan_all(arguments: list[list[str]]) -> None:
-    for each in arguments:
-        main(each)
+def _plan_all(arguments: list[tuple[Path, dict[str, Any]]]) -> None:
+    for file, options in arguments:
+        answer(file, **options)
 
 
 # Every token

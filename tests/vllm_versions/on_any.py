@@ -3,13 +3,14 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
 
 from simple_offload import vllm_compat
 from simple_offload.sizing.model_bytes import parse_plan
-from simple_offload.sizing.planning import plan
+from simple_offload.sizing.planning import describe, plan_engine
 from tests.forked import in_child
 from tests.simulation.script import play
 from tests.sizing.test_model_bytes import DEEPSEEK_V32
@@ -27,7 +28,7 @@ def test_a_models_bytes(tmp_path: Path) -> None:
     (tests/sizing/test_model_bytes.py)."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DEEPSEEK_V32 | {"num_hidden_layers": 4}))
-    model = parse_plan(in_child(plan, str(path), 8, "fp8", None))
+    model = parse_plan(in_child(_plan, str(path)))
     assert model.token_per_rank == 4 * (512 + 4 * 4 + 64 * 2 + 128 + 4)
 
 
@@ -35,3 +36,7 @@ def test_a_models_bytes(tmp_path: Path) -> None:
 def test_scripts_of_the_simulator(first: int) -> None:
     outcomes = [play(seed) for seed in range(first, first + (6 if first else 200))]
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
+
+
+def _plan(config: str) -> dict[str, Any]:
+    return describe(*plan_engine(config, tensor_parallel_size=8, kv_cache_dtype="fp8"))

@@ -40,7 +40,9 @@ class Rank:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(f"{package}.early_announcement.time", clock)
         self.memory = make_kv_memory([group(full(), *layers)], 4, KVCacheLayout.LBHNC)
-        config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
+        config = OffloadConfig.parse(
+            {"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, Ranks(1, 1)
+        )
         self.worker = OffloadWorker(
             self.memory.config, config, Ranks(1, 1), waiting_layers=lambda: waiting_layers
         )

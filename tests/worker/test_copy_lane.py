@@ -112,7 +112,7 @@ def test_compute_begins_before_the_last_group_is_accepted(
     assert bench.poll() == []  # the groups that the device has are done
     threading.Timer(0.01, bench.backend.group_gates[1, 2].set).start()
     bench.lane.hold_compute({1}, 3)
-    bench.lane.hold_compute({1})
+    bench.lane.hold_compute({1}, 4)
     assert by_layer.log == [("hold", 1), ("hold", 3), ("hold", 4)]
     assert bench.flush() == [(1, None)]
 
@@ -121,7 +121,7 @@ def test_a_group_that_the_device_refuses(bench: Bench, by_layer: ScriptedPending
     """No compute waits for it."""
     error = bench.backend.group_errors[1, 2] = ScriptedError()
     threading.Timer(0.01, bench.backend.group_gates[1, 2].set).start()
-    bench.lane.hold_compute({1})
+    bench.lane.hold_compute({1}, 4)
     assert by_layer.log == [("hold", 1)]
     assert bench.lane.nearly_done(1.0, lambda load: 3.0) == []
     assert bench.poll() == [(1, error)]
@@ -172,7 +172,7 @@ def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
     assert (
         bench.lane.nearly_done(1.0, lambda load: 0.0) == []
     )  # nothing is left to announce or to wait for
-    bench.lane.hold_compute({1})
+    bench.lane.hold_compute({1}, 4)
     assert late.log == [("wait",)]
     assert bench.poll() == [(1, None), (2, bad.error)]
     bench.backend.errors[3] = SystemExit()

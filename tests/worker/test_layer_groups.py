@@ -19,7 +19,7 @@ HEADS_OUTERMOST = "BHLNC"
 """Every layer has bytes near a block's end."""
 
 
-def find(memory: KVMemory, num_groups: int = 4, least_part_bytes: int = 1) -> LayerGroups | None:
+def find(memory: KVMemory, num_groups: int = 4, least_part_bytes: int = 1) -> LayerGroups:
     regions = find_regions(memory.kv_caches, memory.config)
     return LayerGroups.find(memory.kv_caches, regions, least_part_bytes, num_groups)
 
@@ -47,11 +47,11 @@ def test_layers_and_groups(groups: str, layout: KVCacheLayout, num_groups: int) 
     except (AssertionError, ValueError):
         pytest.skip("vLLM refuses this layout")
     found = find(memory, num_groups)
-    if found is None:
+    if found.num == 1:
         assert layout.name == HEADS_OUTERMOST
         return
     regions = find_regions(memory.kv_caches, memory.config)
-    assert 1 < len(found.parts) <= num_groups
+    assert found.num == len(found.parts) <= num_groups
     assert found.num_needed.keys() == memory.kv_caches.keys()
     for name, cache in memory.kv_caches.items():
         assert max(groups_of(cache, found, regions)) == found.num_needed[name]
@@ -65,19 +65,16 @@ def test_layers_and_groups(groups: str, layout: KVCacheLayout, num_groups: int) 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_groups_are_of_equal_size_and_have_whole_layers(layout: str) -> None:
     memory = make_kv_memory([group(full(), *"abcdefgh")], 5, KVCacheLayout[layout])
-    found = find(memory)
-    assert found is not None
-    assert found.num_needed == dict(zip("abcdefgh", (1, 1, 2, 2, 3, 3, 4, 4), strict=True))
+    assert find(memory).num_needed == dict(zip("abcdefgh", (1, 1, 2, 2, 3, 3, 4, 4), strict=True))
 
 
 def test_pages_are_not_cut_into_small_parts() -> None:
     """Fewer groups where parts would be too small. Whole pages may be small."""
     page = full().page_size_bytes
-    for least_part_bytes, num_groups in ((2 * page, 4), (2 * page + 1, 2), (4 * page + 1, 0)):
+    for least_part_bytes, num_groups in ((2 * page, 4), (2 * page + 1, 2), (4 * page + 1, 1)):
         for layout, expected in (("BLHNC", num_groups), ("LBHNC", 4)):
             memory = make_kv_memory([group(full(), *"abcdefgh")], 5, KVCacheLayout[layout])
-            found = find(memory, least_part_bytes=least_part_bytes)
-            assert (len(found.parts) if found is not None else 0) == expected
+            assert find(memory, least_part_bytes=least_part_bytes).num == expected
 
 
 def test_kernels_with_smaller_blocks() -> None:
@@ -88,11 +85,11 @@ def test_kernels_with_smaller_blocks() -> None:
     assert find(memory) == whole
 
 
-def test_without_a_view_of_each_layer_there_are_no_groups() -> None:
+def test_without_a_view_of_each_layer_there_is_one_group() -> None:
     memory = make_kv_memory([ABCDEF], 5, KVCacheLayout.LBHNC)
     regions = find_regions(memory.kv_caches, memory.config)
     raw = memory.kv_caches | {"c": memory.storage}
-    assert LayerGroups.find(raw, regions, 1) is None
+    assert LayerGroups.find(raw, regions, 1).num == 1
     elsewhere = memory.kv_caches | {"c": memory.kv_caches["c"].clone()}
-    assert LayerGroups.find(elsewhere, regions, 1) is None
-    assert LayerGroups.find({}, [], 1) is None
+    assert LayerGroups.find(elsewhere, regions, 1).num == 1
+    assert LayerGroups.find({}, [], 1) == LayerGroups()

@@ -69,7 +69,7 @@ class CudaBackend:
         """By layer group."""
         self._divided: list[list[RegionClass]] = []
         """By layer group. Empty until loads are divided."""
-        self.numa_node = node_of_pci_device(_pci_address(self._device))
+        self.numa_node = node_of_pci_device(pci_address(self._device.index))
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of exactly this size: PyTorch's pinned allocator rounds up to a power of
@@ -229,9 +229,8 @@ class CudaBackend:
         *,
         keep_lock: bool,
     ) -> None:
-        queues, blocks = self._queues, (transfer.device_blocks, transfer.host_blocks)
-        if direction is Direction.LOAD:
-            blocks = blocks[::-1]
+        queues = self._queues
+        blocks = direction.sides(transfer.device_blocks, transfer.host_blocks)
         block_bytes = sum(regions.block_bytes for regions in classes)
         unmarked_bytes, unmarked_seconds = 0, 0.0
         by_kernel, last = False, None
@@ -337,10 +336,10 @@ def _outside_graph_capture() -> Iterator[None]:
         driver.cuThreadExchangeStreamCaptureMode(before)
 
 
-def _pci_address(device: torch.device) -> str:
-    """The device's PCI address, such as "0000:1b:00.0"."""
+def pci_address(index: int) -> str:
+    """PCI address of the device with this number, such as "0000:1b:00.0"."""
     from cuda.bindings import driver
 
-    _, handle = driver.cuDeviceGet(device.index)
+    _, handle = driver.cuDeviceGet(index)
     _, address = driver.cuDeviceGetPCIBusId(32, handle)
     return str(address.decode().strip("\0"))

@@ -58,8 +58,7 @@ class RegionClass:
 
     def sides(self, direction: Direction) -> tuple[Regions, Regions]:
         """Source and destination."""
-        both = self.device, self.host
-        return both if direction is Direction.STORE else both[::-1]
+        return direction.sides(self.device, self.host)
 
 
 def classify_regions(

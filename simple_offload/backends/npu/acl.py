@@ -64,12 +64,6 @@ class Locations(NamedTuple):
     host: Location
     device: Location
 
-    def pair(self, direction: Direction) -> tuple[Location, Location]:
-        """Destination and source."""
-        if direction is Direction.LOAD:
-            return self.device, self.host
-        return self.host, self.device
-
 
 class Acl:
     """The functions of a loaded ACL runtime. Each acts on the device set for the calling thread,
@@ -106,11 +100,8 @@ class Acl:
     def version(self) -> str:
         """CANN's version, such as "8.5.1"; "of unknown version" if the runtime has no answer."""
         number = ctypes.c_int32()
-        try:
-            code = self._library.aclsysGetVersionNum(b"runtime", ctypes.byref(number))
-        except AttributeError:
-            return "of unknown version"
-        if code:
+        get = getattr(self._library, "aclsysGetVersionNum", None)
+        if get is None or get(b"runtime", ctypes.byref(number)):
             return "of unknown version"
         rest, patch = divmod(number.value // 1000, 100)
         major, minor = divmod(rest, 100)
@@ -157,7 +148,7 @@ class Acl:
         """Queue at most MAX_BATCH copies by one call; they may run in any order. If the call fails
         at a descriptor, the earlier ones have been queued."""
         assert self._batch is not None, "this CANN has no aclrtMemcpyBatchAsync"
-        destination, source = locations.pair(direction)
+        source, destination = direction.sides(locations.device, locations.host)
         attributes = _BatchAttributes(destination, source)
         first_index, failed = _size(0), _size(_NO_INDEX)
         code = self._batch(

@@ -86,6 +86,8 @@ class NpuBackend:
             )
         self._npu = _load_torch_npu()
         self._acl = _load_acl()
+        self.version = self._acl.version()
+        """CANN's."""
         self._device: int = self._npu.current_device()
         self._npu.set_device(self._device)
         self._streams = {direction: self._npu.Stream(self._device) for direction in Direction}
@@ -93,24 +95,15 @@ class NpuBackend:
         self._host_addresses: list[int] = []
         self._host_regions: Regions | None = None
         self._must_batch = copy_path == "batch"
-        self._batches, why = self._choose(copy_path)
+        self.batches, why = self._choose(copy_path)
+        """Whether copies go in batches: no longer after the chip has refused one."""
         logger.info(
             "CANN %s, NPU %d: copying %s (%s)",
-            self._acl.version(),
+            self.version,
             self._device,
-            "in batches" if self._batches else "one descriptor a call",
+            "in batches" if self.batches else "one descriptor a call",
             why,
         )
-
-    @property
-    def version(self) -> str:
-        """CANN's version."""
-        return self._acl.version()
-
-    @property
-    def batches(self) -> bool:
-        """Whether copies go in batches: no longer after the chip has refused one."""
-        return self._batches
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory from the runtime; registering other memory would require alignment.
@@ -161,7 +154,7 @@ class NpuBackend:
             self._submit(plan, direction, stream.npu_stream)
         except AclError as refusal:
             error = refusal
-        path = "batch" if self._batches else "single"
+        path = "batch" if self.batches else "single"
         return NpuPending(self._npu, stream.record_event(), plan, error, path)
 
     def close(self) -> None:
@@ -177,9 +170,8 @@ class NpuBackend:
         host = self._host_regions or device
         if len(device.pages):
             require_blocks_within(transfer, device.num_blocks, host.num_blocks)
-        if direction is Direction.LOAD:
-            return plan_copies(host, device, transfer.host_blocks, transfer.device_blocks)
-        return plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
+        blocks = direction.sides(transfer.device_blocks, transfer.host_blocks)
+        return plan_copies(*direction.sides(device, host), *blocks)
 
     def _submit(self, plan: Descriptors, direction: Direction, stream: int) -> None:
         """Queue ``plan``. Raises AclError, with the index in the whole plan, for a refused
@@ -193,13 +185,13 @@ class NpuBackend:
                 raise AclError(error.function, error.code, error.text, index) from error
 
     def _submit_chunk(self, chunk: Descriptors, direction: Direction, stream: int) -> None:
-        if self._batches:
+        if self.batches:
             try:
                 self._acl.copy_batch(chunk, direction, self._locations, stream)
             except AclError as error:
                 if error.code != NOT_SUPPORTED or self._must_batch:
                     raise
-                self._batches = False
+                self.batches = False
                 logger.warning("This NPU refused a batch copy: one descriptor per call from now on")
             else:
                 return
@@ -214,7 +206,7 @@ class NpuBackend:
         if copy_path == "single":
             return False, "as configured"
         if not self._acl.has_batch:
-            refusal = f"CANN {self._acl.version()} has no aclrtMemcpyBatchAsync"
+            refusal = f"CANN {self.version} has no aclrtMemcpyBatchAsync"
         else:
             try:
                 self._probe()
@@ -240,8 +232,8 @@ class NpuBackend:
             stream = self._npu.current_stream(self._device)
             for direction, at in ((Direction.LOAD, 0), (Direction.STORE, size)):
                 side = Regions.from_tensors([host[at : at + size].view(1, size)])
-                pair = (regions, side) if direction is Direction.LOAD else (side, regions)
-                plan = Descriptors(pair[0].bases[0], pair[1].bases[0], regions.pages)
+                source, destination = direction.sides(regions, side)
+                plan = Descriptors(destination.bases[0], source.bases[0], regions.pages)
                 self._acl.copy_batch(plan, direction, locations, stream.npu_stream)
             stream.synchronize()
             if host[size:].numpy().tobytes() != _PROBE:

@@ -2,12 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Set
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, get_block_hash
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 MIN_COUNTED = 65_536
 """Hashes that are counted at least, whatever the size of the device: some 10 MiB."""
@@ -21,7 +18,7 @@ class Admission:
     starts anew. With a threshold of 1 nothing is counted.
     """
 
-    def __init__(self, threshold: int, max_counted: int = MIN_COUNTED) -> None:
+    def __init__(self, threshold: int, max_counted: int) -> None:
         self.threshold = threshold
         self.max_counted = max_counted
         self._counts: OrderedDict[BlockHash, int] = OrderedDict()
@@ -29,7 +26,7 @@ class Admission:
         self._num_seen: dict[str, int] = {}
         """By request, number of its hashes that have been counted."""
 
-    def count(self, request: "Request") -> None:
+    def count(self, request: Request) -> None:
         """Count the hashes of ``request``, each once a request however often this is called."""
         if self.threshold == 1:
             return
@@ -51,11 +48,8 @@ class Admission:
         self._num_seen.pop(request_id, None)
 
     def admitted(self, keys: Set[BlockHashWithGroupId]) -> Set[BlockHashWithGroupId]:
-        """Those of ``keys`` that ``admits``."""
-        return keys if self.threshold == 1 else set(filter(self.admits, keys))
-
-    def admits(self, key: BlockHashWithGroupId) -> bool:
-        """Whether the prefix that ends with the block of ``key`` is worth storing."""
+        """Those of ``keys`` whose prefix, up to the end of their block, is worth storing."""
         if self.threshold == 1:
-            return True
-        return self._counts.get(get_block_hash(key), 0) >= self.threshold
+            return keys
+        counts = self._counts
+        return {key for key in keys if counts.get(get_block_hash(key), 0) >= self.threshold}

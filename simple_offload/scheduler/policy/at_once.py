@@ -2,23 +2,23 @@
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
-    get_group_id,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
-from simple_offload import metrics, vllm_compat
+from simple_offload import metrics
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.policy.boundaries import Boundaries
-from simple_offload.scheduler.policy.free_queue_scan import StepLimits
+from simple_offload.scheduler.policy.free_queue_scan import num_running_blocks
 from simple_offload.scheduler.policy.residency import StoreRule
 from simple_offload.scheduler.policy.store_policy import (
-    Begun,
     Completed,
     PolicyParts,
     Progress,
@@ -29,26 +29,12 @@ from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import Transfer
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
 
 class Unhashed(NamedTuple):
     """A host block of an ended request which vLLM will not find."""
 
     key: BlockHashWithGroupId
     blocks: list[KVCacheBlock]
-    first_token: int
-    num_tokens: int
-
-
-class BoundaryState(NamedTuple):
-    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by the
-    end of this step. vLLM hands it over; soon it may be in no block table."""
-
-    group: int
-    block_id: int
     num_tokens: int
 
 
@@ -61,9 +47,8 @@ class AtOnce(StorePolicy):
 
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts, records_hits=True)
-        sizes = [size // self._groups.num_sub_blocks for size in self._groups.block_sizes]
-        reserve = StepLimits.from_config(parts.vllm_config, sizes).reserve
-        self._reserve = min(reserve, len(self._device_pool.blocks) // 4)
+        num_running = num_running_blocks(parts.vllm_config, len(self._groups.block_sizes))
+        self._reserve = min(num_running, len(self._device_pool.blocks) // 4)
         """Free device blocks that no store takes, for running requests."""
         self._boundaries = Boundaries(self._groups, self._tier)
         self._unchained_ids = set(self._groups.ids).difference(self._groups.chained_ids)
@@ -71,31 +56,30 @@ class AtOnce(StorePolicy):
         self._released: dict[BlockHashWithGroupId, bytes | None] = {}
         """Released contents whose stores are in flight, and their owner."""
 
-    @property
-    def idle(self) -> bool:
-        return True
-
     def before_allocation(
-        self, request: "Request", _num_load_blocks: int, num_computed_tokens: int, /
+        self,
+        request: Request,
+        _num_load_blocks: int,
+        num_computed_tokens: int,
+        shared_prefix: int,
+        /,
     ) -> bool:
-        """The end of a conversation's chain is no prefix that others share."""
-        vllm_compat.unmark_shared_prefix(
-            request, self._boundaries.num_own(request, num_computed_tokens)
-        )
+        """Have vLLM keep windows and states at the end of a prefix that others share, also if only
+        the tier has that. The end of a conversation's chain is none. vLLM sets the attribute from
+        the device's cache just before it asks a connector, and reads it when it schedules."""
+        shared_prefix = max(request.shared_prefix_boundary, shared_prefix)
+        is_own = shared_prefix <= self._boundaries.num_own(request, num_computed_tokens)
+        request.shared_prefix_boundary = 0 if is_own else shared_prefix
         return False
 
-    def on_step(self, scheduled: "SchedulerOutput") -> None:
+    def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
         self._record_states(_boundary_states(scheduled))
         self._record_due(due)
 
-    def _begin(self, begun: Begun) -> None:
-        super()._begin(begun)
-        progress = self._progress[begun.request.request_id]
-        progress.left_before = self._boundaries.hit(begun.request, progress.num_found_tokens)
-
-    def on_load_ended(self, *_: object) -> None:
-        """A request records all of its blocks."""
+    def _begin(self, progress: Progress) -> None:
+        super()._begin(progress)
+        progress.left_before = self._boundaries.hit(progress.request, progress.num_found_tokens)
 
     def on_store_ended(
         self, blocks: Sequence[KVCacheBlock], _transfer: Transfer | None, /, *, ok: bool
@@ -105,13 +89,8 @@ class AtOnce(StorePolicy):
             self._tier.history.note(MissReason.NOT_STORED, keys)
         block_pool.free_blocks(self._device_pool, reversed(blocks))
         if self._released:
-            owned = [k for k, owner in self._released.items() if self._owners.of(k) == owner]
-            self._tier.release(owned)
-            coming = [key for key in owned if not self._tier.has(key) and self._stores.has(key)]
-            self._released = {key: self._released[key] for key in coming}
-
-    def on_device_reset(self) -> None:
-        """The tier keeps its contents."""
+            released, self._released = self._released, {}
+            self._release(released)
 
     # Recording
 
@@ -151,10 +130,10 @@ class AtOnce(StorePolicy):
         unhashed = self._unhashed(progress.request) if progress.rule is StoreRule.ALL else []
         keys = [each.key for each in unhashed]
         lacking = self._stores.absent(keys)
-        for key in keys:
-            self._own(progress, int(get_group_id(key)), (), lacking.intersection([key]))
+        for group in self._groups.ids if keys else ():
+            self._own(progress, group, (), lacking)
         self._follow_computed(keys, lacking)
-        self._store_unhashed(progress.request, unhashed, progress.own)
+        self._store_unhashed(progress, [each for each in unhashed if each.key in lacking])
         self._renew(progress)
         return keys
 
@@ -179,20 +158,19 @@ class AtOnce(StorePolicy):
             keys += self._groups.keys(hashes, group, blocks.start, blocks.stop)
         return keys
 
-    def _record_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+    def _record_states(self, states: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
         for request_id, of_request in states.items():
             progress = self._progress.get(request_id)
             if progress is not None:
                 self._count(progress)
                 self._record(progress)  # what it has hit must not make room
                 for state in of_request:
-                    self._record_state(progress, state)
+                    self._record_state(progress, *state)
 
-    def _record_state(self, progress: Progress, state: BoundaryState) -> None:
-        block = self._device_pool.blocks[state.block_id]
-        if state.group in self._groups.ids:
-            hashes = progress.request.block_hashes
-            key = self._groups.key_at(hashes, state.group, state.num_tokens)
+    def _record_state(self, progress: Progress, group: int, block_id: int, num_tokens: int) -> None:
+        block = self._device_pool.blocks[block_id]
+        if group in self._groups.ids:
+            key = self._groups.key_at(progress.request.block_hashes, group, num_tokens)
             if block.block_hash == key:
                 self._tier.renew([key])
                 progress.own.update(self._tier.ids_of([key]))
@@ -225,9 +203,14 @@ class AtOnce(StorePolicy):
             note(MissReason.BELOW_THRESHOLD, refused)
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
-        super()._on_released(released)
-        coming = [k for _, k in released if not self._tier.has(k) and self._stores.has(k)]
-        self._released.update((key, self._owners.of(key)) for key in coming)
+        self._release({key: self._owners.of(key) for _, key in released})
+
+    def _release(self, released: Mapping[BlockHashWithGroupId, bytes | None]) -> None:
+        """Release contents that still have these owners: now, or when their stores have ended."""
+        owned = [key for key, owner in released.items() if self._owners.of(key) == owner]
+        self._tier.release(owned)
+        coming = self._tier.absent(owned) - self._stores.absent(owned)
+        self._released |= {key: released[key] for key in owned if key in coming}
 
     # Storing
 
@@ -255,7 +238,7 @@ class AtOnce(StorePolicy):
 
     def _run(
         self,
-        request: "Request",
+        request: Request,
         blocks: Sequence[KVCacheBlock],
         keys: Sequence[BlockHashWithGroupId],
         wanted: Set[BlockHashWithGroupId],
@@ -284,7 +267,7 @@ class AtOnce(StorePolicy):
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
         return run
 
-    def _unhashed(self, request: "Request") -> list[Unhashed]:
+    def _unhashed(self, request: Request) -> list[Unhashed]:
         """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
         the last step, and a window that the next turn needs."""
         groups, found = self._groups, []
@@ -299,18 +282,19 @@ class AtOnce(StorePolicy):
                 first = self._first_unhashed_block(request, group, table, stop)
             size = groups.block_sizes[group]
             keys = groups.keys(request.block_hashes, group, first, stop)
+            admitted = self._admission.admitted({*keys})
             for index, key in enumerate(keys, first):
                 blocks = groups.sub_blocks(table, index, index + 1)
                 if (
                     not any(block.is_null for block in blocks)
                     and None in block_pool.keys_of(blocks)
-                    and self._admission.admits(key)
+                    and key in admitted
                 ):
-                    found.append(Unhashed(key, blocks, index * size, (index + 1) * size))
+                    found.append(Unhashed(key, blocks, (index + 1) * size))
         return found
 
     def _first_unhashed_block(
-        self, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
+        self, request: Request, group: int, table: Sequence[KVCacheBlock], stop: int
     ) -> int:
         """The first block that is stored although vLLM has not hashed it: of the ``stop`` complete
         host blocks of an ending request, in a group that is not chained. ``table``: its block
@@ -327,7 +311,7 @@ class AtOnce(StorePolicy):
         has_all = first < stop and not table[first * groups.num_sub_blocks].is_null
         return first if has_all else stop
 
-    def _num_complete_blocks(self, request: "Request", group: int, num_blocks: int) -> int:
+    def _num_complete_blocks(self, request: Request, group: int, num_blocks: int) -> int:
         """Number of the request's ``num_blocks`` blocks of ``group`` that are complete and have a
         hash."""
         confirmed = confirmed_tokens(request)
@@ -336,39 +320,38 @@ class AtOnce(StorePolicy):
         )
         return int(min(tokens // self._groups.block_sizes[group], num_blocks))
 
-    def _num_hashed_tokens(self, request: "Request") -> int:
+    def _num_hashed_tokens(self, request: Request) -> int:
         """Confirmed tokens whose blocks may have a hash."""
         num_known = len(request.block_hashes) * self._groups.hash_block_size
         return min(confirmed_tokens(request), num_known)
 
-    def _store_unhashed(
-        self, request: "Request", unhashed: Sequence[Unhashed], keep: Set[int]
-    ) -> None:
-        """Store blocks that vLLM will not find. ``keep``: host blocks that must not make room."""
-        lacking = [each for each in unhashed if not self._stores.has(each.key)]
+    def _store_unhashed(self, progress: Progress, lacking: Sequence[Unhashed]) -> None:
+        """Store blocks of a request that vLLM will not find, and that the tier lacks."""
         if not lacking:
             return
         run = Run(
             [block for each in lacking for block in each.blocks],
             [each.key for each in lacking],
             on_device=False,
-            request=request,
+            request=progress.request,
         )
         run.num_tokens = [each.num_tokens for each in lacking]
-        planned = self._stores.plan(run, keep, self._device_pool)
+        planned = self._stores.plan(run, progress.own, self._device_pool)
         # The device has these no more.
         self._meter.add(metrics.DROPPED, len(lacking) - len(planned), "tier_full")
 
 
-def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:
-    """The state blocks that vLLM hands over with this step, by request; without those of requests
-    that give up their blocks in it: the step does not complete these."""
+def _boundary_states(scheduled: SchedulerOutput) -> dict[str, list[tuple[int, int, int]]]:
+    """The state blocks (Mamba and the like) that vLLM hands over with this step, by request: group,
+    block id, and the number of tokens after which the state is. Soon they may be in no block table.
+    Without those of requests that give up their blocks in this step, which does not complete
+    them."""
     handed_over = scheduled.kv_connector_block_state
     if handed_over is None:
         return {}
     gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
     return {
-        request_id: [BoundaryState(*state) for state in states]
+        request_id: states
         for request_id, states in handed_over.boundary_state_offloads.items()
         if request_id not in gone
     }

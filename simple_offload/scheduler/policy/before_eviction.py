@@ -1,15 +1,15 @@
 """BeforeEviction: stores blocks that the device is about to lose."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
-from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan, StepLimits
+from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan
 from simple_offload.scheduler.policy.residency import Residency, StoreRule
 from simple_offload.scheduler.policy.store_policy import (
-    Begun,
     Completed,
     PolicyParts,
     Progress,
@@ -18,14 +18,9 @@ from simple_offload.scheduler.policy.store_policy import (
 from simple_offload.scheduler.wishes import Wishes
 from simple_offload.transfer import Transfer
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
-
 MAX_WITHHELD = 8
 """How often blocks are withheld from a request, which may then lack room. A store takes three steps
-(``StepLimits.num_steps``), and a load may need several stores."""
+(``FreeQueueScan``), and a load may need several stores."""
 
 _NUM_AVERAGED = 8
 """Loads whose size is averaged. As many blocks are kept safe: where fewer are, the next load gets
@@ -49,10 +44,15 @@ class BeforeEviction(StorePolicy):
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts, records_hits=parts.wants_events)
         self._stores_early = not parts.config.lazy_offload
-        self._limits = StepLimits.from_config(parts.vllm_config, self._groups.block_sizes)
         self._max_step_tokens = parts.vllm_config.scheduler_config.max_num_batched_tokens
         self._residency = Residency(parts, self._admission, self._reuse)
-        self._scan = FreeQueueScan(self._tier, self._residency, self._limits, self._device_pool)
+        self._scan = FreeQueueScan(
+            self._tier,
+            self._residency,
+            self._device_pool,
+            parts.vllm_config,
+            self._groups.block_sizes,
+        )
         self._behind: dict[str, Progress] = {}
         """Requests with blocks recorded since they were last stored ahead of time."""
         self._has_news = False
@@ -72,14 +72,19 @@ class BeforeEviction(StorePolicy):
     def idle(self) -> bool:
         return not (self._has_news or self._scan.is_behind)
 
-    def on_new_request(self, request: "Request") -> None:
+    def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         num_blocks = self._num_blocks(request.num_tokens)
         self._queued[request.request_id] = num_blocks
         self._num_queued += num_blocks
 
     def before_allocation(
-        self, request: "Request", num_load_blocks: int, num_computed_tokens: int
+        self,
+        request: Request,
+        num_load_blocks: int,
+        num_computed_tokens: int,
+        _shared_prefix: int,
+        /,
     ) -> bool:
         """Contents that only the device has are withheld from the request, and stored with this
         step. If too few blocks are left, vLLM lets no request pass this one."""
@@ -96,7 +101,7 @@ class BeforeEviction(StorePolicy):
 
     def on_allocated(
         self,
-        request: "Request",
+        request: Request,
         num_hit_tokens: int,
         num_loaded_tokens: int,
         wishes: Wishes,
@@ -105,7 +110,7 @@ class BeforeEviction(StorePolicy):
         # Later requests of this step may change who uses these blocks.
         self._residency.on_allocated(request.request_id, num_hit_tokens)
 
-    def on_step(self, scheduled: "SchedulerOutput") -> None:
+    def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
         stores_early = self._stores_early and not self._postpone(scheduled, due)
         self._record_due(due)
@@ -115,7 +120,7 @@ class BeforeEviction(StorePolicy):
         self._scan.on_step(max(self._num_queued, int(self._load_size)), stores_early)
         self._has_news = False
 
-    def on_request_finished(self, request: "Request", loading: bool) -> None:
+    def on_request_finished(self, request: Request, loading: bool) -> None:
         super().on_request_finished(request, loading)
         self._behind.pop(request.request_id, None)
 
@@ -139,15 +144,13 @@ class BeforeEviction(StorePolicy):
 
     # Requests
 
-    def _begin(self, begun: Begun) -> None:
-        super()._begin(begun)
-        request_id = begun.request.request_id
-        self._behind.pop(request_id, None)
-        progress = self._progress[request_id]
+    def _begin(self, progress: Progress) -> None:
+        super()._begin(progress)
+        self._behind.pop(progress.request.request_id, None)
         (group,) = self._groups.ids
         progress.num_ahead = progress.num_recorded[group]
-        if begun.num_loaded_tokens:
-            num_blocks = self._num_blocks(begun.num_loaded_tokens)
+        if progress.num_loaded_tokens:
+            num_blocks = self._num_blocks(progress.num_loaded_tokens)
             self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
 
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
@@ -164,7 +167,7 @@ class BeforeEviction(StorePolicy):
         return ()
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
-        super()._on_released(released)
+        self._tier.release([key for _, key in released])
         self._residency.release(released)
 
     def _leave_queue(self, request_id: str) -> None:
@@ -190,7 +193,7 @@ class BeforeEviction(StorePolicy):
         """Device blocks for ``num_tokens`` tokens of a request, at most."""
         return sum(cdiv(num_tokens, manager.block_size) for manager in self._managers)
 
-    def _postpone(self, scheduled: "SchedulerOutput", due: Sequence[str]) -> bool:
+    def _postpone(self, scheduled: SchedulerOutput, due: Sequence[str]) -> bool:
         """Count the step. Returns whether it leaves early stores to later steps. A step without
         tokens does not: no other may follow. Nor does one that goes on with the prompt of a request
         that is ``due``: long prompts are stored as they are computed."""

@@ -3,15 +3,13 @@
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
+from vllm.v1.request import Request
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +59,7 @@ class Boundaries:
         self._num_needing: Counter[BlockHashWithGroupId] = Counter()
         """By key, the boundaries that need it. No more keys than the tier has blocks."""
 
-    def hit(self, request: "Request", num_tokens: int) -> list[Boundary]:
+    def hit(self, request: Request, num_tokens: int) -> list[Boundary]:
         """A request goes on after a hit of ``num_tokens`` tokens. Releases the boundaries before
         this one, except those at which no request has ended. Returns the earlier ends of the
         request that has ended here, and this boundary last."""
@@ -86,7 +84,7 @@ class Boundaries:
         boundary.earlier.clear()
         return [*(each for each in boundary.beside if each.num_tokens < num_tokens), boundary]
 
-    def num_own(self, request: "Request", num_tokens: int) -> int:
+    def num_own(self, request: Request, num_tokens: int) -> int:
         """Tokens of the conversation that a request would continue after a hit of ``num_tokens``
         tokens."""
         place = num_tokens // self._groups.hash_block_size - 1
@@ -98,7 +96,7 @@ class Boundaries:
 
     def add(
         self,
-        request: "Request",
+        request: Request,
         ends: Mapping[int, Sequence[BlockHashWithGroupId]],
         earlier: Sequence[Boundary],
     ) -> None:
@@ -114,13 +112,13 @@ class Boundaries:
         while len(self._num_needing) > self._tier.max_contents:
             self._forget(next(iter(self._at.values())))
 
-    def _num_continued(self, request: "Request", end: _End | None) -> int:
+    def _num_continued(self, request: Request, end: _End | None) -> int:
         """Tokens of the conversation with this ``end``, if ``request`` continues it."""
         if end is None or end != self._end(request, end.num_tokens):
             return 0
         return end.num_tokens
 
-    def _end(self, request: "Request", num_tokens: int) -> _End:
+    def _end(self, request: Request, num_tokens: int) -> _End:
         """The end of a request's first ``num_tokens`` tokens. vLLM asks for a waiting request in
         each step, so that this reads no more than a hash block."""
         size = self._groups.hash_block_size
@@ -132,7 +130,7 @@ class Boundaries:
 
     def _note(
         self,
-        request: "Request",
+        request: Request,
         num_tokens: int,
         keys: Sequence[BlockHashWithGroupId],
     ) -> Boundary:

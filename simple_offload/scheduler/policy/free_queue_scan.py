@@ -3,8 +3,8 @@ them."""
 
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -13,34 +13,11 @@ from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
-
-class StepLimits(NamedTuple):
-    """Upper limits of how many device blocks are needed how soon."""
-
-    per_step: int
-    """Blocks to schedule one step, but for the blocks that a load fills."""
-
-    num_steps: int
-    """Steps from the one that plans a store to the first that may use its blocks."""
-
-    reserve: int
-    """Blocks for running requests to compute one token each."""
-
-    @classmethod
-    def from_config(cls, vllm_config: "VllmConfig", block_sizes: Sequence[int]) -> "StepLimits":
-        """``block_sizes``: of the device, in tokens, by KV cache group."""
-        scheduler_config = vllm_config.scheduler_config
-        num_tokens = scheduler_config.max_num_batched_tokens
-        num_requests = min(scheduler_config.max_num_seqs, num_tokens)
-        return cls(
-            per_step=sum(cdiv(num_tokens, size) + num_requests for size in block_sizes),
-            # A store starts at its step's end. Its end is reported a step later at the earliest.
-            num_steps=vllm_config.max_concurrent_batches + 2,
-            reserve=num_requests * len(block_sizes),
-        )
+def num_running_blocks(vllm_config: VllmConfig, num_groups: int) -> int:
+    """Device blocks for running requests to compute one token each, at most."""
+    config = vllm_config.scheduler_config
+    return num_groups * min(config.max_num_seqs, config.max_num_batched_tokens)
 
 
 class FreeQueueScan:
@@ -49,16 +26,27 @@ class FreeQueueScan:
     place: the device evicts the blocks before them first."""
 
     def __init__(
-        self, tier: CpuTier, residency: Residency, limits: StepLimits, device_pool: BlockPool
+        self,
+        tier: CpuTier,
+        residency: Residency,
+        device_pool: BlockPool,
+        vllm_config: VllmConfig,
+        block_sizes: Sequence[int],
     ) -> None:
+        """``block_sizes``: of the device, in tokens, by KV cache group."""
         self._tier = tier
         self._residency = residency
-        self._limits = limits
         self._device_pool = device_pool
-        self.min_ahead = min(limits.num_steps * limits.per_step, len(device_pool.blocks) // 4)
+        num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        num_running = num_running_blocks(vllm_config, len(block_sizes))
+        self._per_step = sum(cdiv(num_tokens, size) for size in block_sizes) + num_running
+        """Upper limit of the blocks to schedule one step, but for those that a load fills."""
+        # A store starts at its step's end. Its end is reported a step later at the earliest.
+        num_steps = vllm_config.max_concurrent_batches + 2
+        self.min_ahead = min(num_steps * self._per_step, len(device_pool.blocks) // 4)
         """Target number of safe blocks: the peak demand, without loads, until a store that is
         planned now has ended."""
-        self._reserve = min(limits.reserve, self.min_ahead)
+        self._reserve = min(num_running, self.min_ahead)
         """Free blocks that are not pinned, for running requests."""
         self._cursor: KVCacheBlock | None = None
         """The last block that was passed and left in the queue; None: start at the front."""
@@ -144,7 +132,7 @@ class FreeQueueScan:
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
         if may_store_early and not self._pinned and not self._tier_is_full:
             num_passed = len(self._passed)
-            self._go_on(self.num_safe + min(self._tier.num_empty, self._limits.per_step))
+            self._go_on(self.num_safe + min(self._tier.num_empty, self._per_step))
             self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
         # Every free block has been passed, but too few are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()

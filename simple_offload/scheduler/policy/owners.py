@@ -3,17 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 _MIN_KEYS = 1 << 16
 
 
-def session_of(request: "Request") -> bytes:
+def session_of(request: Request) -> bytes:
     """A digest of the request's session and salt. A request without a session is one by itself.
     vLLM limits the length of a salt, but not of a session's id."""
     who = request.session_id and (request.session_id, request.cache_salt)

@@ -35,12 +35,10 @@ class Pacer:
         self._due[request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """Forget the request."""
         self._postponed.pop(request_id, None)
         self._due.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._due.clear()
         self._postponed.clear()
         self._queue.clear()

@@ -57,7 +57,6 @@ class Protections:
             self._tier.unreserve(known.keys)
 
     def on_step(self) -> None:
-        """End what is over."""
         if self._by_session and self.clock() >= self._next_end:
             now = self.clock()
             for session in [s for s, each in self._by_session.items() if each.until <= now]:
@@ -65,7 +64,6 @@ class Protections:
             self._note_next_end()
 
     def clear(self) -> None:
-        """End all."""
         for session in [*self._by_session]:
             self.end(session)
 

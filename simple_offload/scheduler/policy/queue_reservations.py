@@ -3,17 +3,15 @@
 from bisect import bisect_left, insort
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.request import Request
 
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 RESERVED_SHARE = 0.75
 """Share of the tier that may be reserved. The rest is for new contents."""
@@ -27,7 +25,7 @@ class _Waiting(NamedTuple):
     arrival: float
     number: int
     """Of requests that came before: without priorities, their order."""
-    request: "Request"
+    request: Request
     keys: list[BlockHashWithGroupId]
     """Reserved for it."""
 
@@ -62,13 +60,13 @@ class QueueReservations:
         self._num_taken = 0
         """Blocks of the share that requests of higher priorities have taken."""
 
-    def add(self, request: "Request") -> None:
+    def add(self, request: Request) -> None:
         """A request has joined vLLM's queue."""
         waiting = _Waiting(*self._order(request), next(self._numbers), request, [])
         self._waiting[request.request_id] = waiting
         insort(self._later, waiting)
 
-    def on_allocated(self, request: "Request") -> None:
+    def on_allocated(self, request: Request) -> None:
         """A request gets its blocks, before it is removed from the queue."""
         size = sum(request.num_tokens // size for size in self._groups.block_sizes)
         priority, _ = self._order(request)
@@ -108,7 +106,7 @@ class QueueReservations:
             else:
                 del self._waiting[waiting.request.request_id]
 
-    def _order(self, request: "Request") -> tuple[int, float]:
+    def _order(self, request: Request) -> tuple[int, float]:
         return (request.priority, request.arrival_time) if self._by_priority else (0, 0.0)
 
     def _give_up(self, limit: int, after: tuple[object, ...]) -> int:
@@ -125,7 +123,7 @@ class QueueReservations:
                 insort(self._later, self._served.pop())
         return num_before - self._tier.num_reserved
 
-    def _keys_of(self, request: "Request", limit: int) -> list[BlockHashWithGroupId]:
+    def _keys_of(self, request: Request, limit: int) -> list[BlockHashWithGroupId]:
         """The first ``limit`` keys that the request would hit now, in the tier and on the
         device."""
         if request.skip_reading_prefix_cache:

@@ -241,7 +241,6 @@ class Residency:
                     self._bypassed[block_id] = key
 
     def clear(self) -> None:
-        """Forget all contents."""
         self._host_of[:] = 0
         self._is_hit[:] = False
         self._to_store.clear()
@@ -274,9 +273,9 @@ class Residency:
                 elif found := self._tier.ids_of([key]):
                     to_store.pop(block.block_id, None)
                     self._host_of[block.block_id] = found[0]
-        if self._admission.threshold > 1:
-            admits = self._admission.admits
-            chosen = {key: block for key, block in chosen.items() if admits(key)}
+        admitted = self._admission.admitted(chosen.keys())
+        if len(admitted) < len(chosen):
+            chosen = {key: block for key, block in chosen.items() if key in admitted}
         return chosen
 
     def plan(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> Sequence[KVCacheBlock]:

@@ -74,7 +74,7 @@ class Reuse:
         self._before = self._clock
         self._clock += num_blocks
         samples = self._samples
-        period = self._capacity / SAMPLES_PER_CAPACITY
+        period = self._tier.max_contents / SAMPLES_PER_CAPACITY
         return not samples or self._clock >= samples[-1].since + period
 
     def follow(self, block_hash: bytes) -> None:
@@ -90,16 +90,12 @@ class Reuse:
                 del self._waiting[oldest.block_hash]
         self._keeps_old = self._is_worth_keeping()
 
-    @property
-    def _capacity(self) -> int:
-        return max(1, self._tier.max_contents)
-
     def _is_worth_keeping(self) -> bool:
         """Whether new contents that stay for longer than the tier's size allows bring more hits, by
         block and time, than others (compare Gittins, "Bandit processes and dynamic allocation
         indices", J. R. Stat. Soc. B 41(2), 1979). Hits count as independent events, whose
         number varies by its square root."""
-        now, capacity = self._clock, self._capacity
+        now, capacity = self._clock, self._tier.max_contents
         gaps = [each.gap for each in self._samples if each.gap is not None]
         num_hits = sum(gap <= capacity for gap in gaps)
         if not _exceeds(len(gaps), num_hits):

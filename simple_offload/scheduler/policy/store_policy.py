@@ -40,13 +40,13 @@ class Progress:
     """A request with device blocks. Lists are by group, and count host blocks."""
 
     request: "Request"
-    num_recorded: list[int]
     num_hit_tokens: int
     """Tokens that the device had."""
     num_loaded_tokens: int
     """Tokens behind them that the tier fills in before it runs."""
-    rule: StoreRule
     wishes: Wishes
+    rule: StoreRule = StoreRule.NONE
+    num_recorded: list[int] = field(default_factory=list)
     num_ahead: int = 0
     """Recorded blocks that have been stored early, or need not be."""
     left_before: Sequence[Boundary] = ()
@@ -73,15 +73,6 @@ class Progress:
     def in_prompt(self) -> bool:
         """Whether the step that is being scheduled computes tokens of its prompt."""
         return self.request.num_computed_tokens < self.request.num_prompt_tokens
-
-
-class Begun(NamedTuple):
-    """A request that has got blocks."""
-
-    request: "Request"
-    num_hit_tokens: int
-    num_loaded_tokens: int
-    wishes: Wishes
 
 
 class Completed(NamedTuple):
@@ -123,10 +114,11 @@ class StorePolicy(ABC):
         self._managers = parts.kv_cache_manager.coordinator.single_type_managers
         self._device_pool = parts.kv_cache_manager.block_pool
         num_device_blocks = len(self._device_pool.blocks)
-        threshold = parts.config.store_threshold
-        self._admission = Admission(threshold, max(MIN_COUNTED, 2 * num_device_blocks))
+        self._admission = Admission(
+            parts.config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks)
+        )
         self._reuse = Reuse(self._tier)
-        self._begun: list[Begun] = []
+        self._begun: list[Progress] = []
         """Requests that have got blocks since the last step."""
         self._progress: dict[str, Progress] = {}
         self._not_run: set[str] = set()
@@ -145,21 +137,26 @@ class StorePolicy(ABC):
     # What vLLM and the ranks tell
 
     @property
-    @abstractmethod
     def idle(self) -> bool:
         """Whether nothing is postponed to the next step."""
+        return True
 
     def on_new_request(self, request: "Request") -> None:
-        """vLLM has put a request into its queue."""
         self._reservations.add(request)
 
     @abstractmethod
     def before_allocation(
-        self, request: "Request", num_load_blocks: int, num_computed_tokens: int, /
+        self,
+        request: "Request",
+        num_load_blocks: int,
+        num_computed_tokens: int,
+        shared_prefix: int,
+        /,
     ) -> bool:
         """vLLM is about to give a request ``num_load_blocks`` device blocks for a load, or else
-        those for the tokens that a step computes after the first ``num_computed_tokens``. Returns
-        whether blocks are withheld from it."""
+        those for the tokens that a step computes after the first ``num_computed_tokens``.
+        ``shared_prefix``: as its lookup found (``HostHit``). Returns whether blocks are withheld
+        from it."""
 
     def on_allocated(
         self,
@@ -171,7 +168,7 @@ class StorePolicy(ABC):
         """``request`` has (new) device blocks. The device had its first ``num_hit_tokens`` tokens,
         and the tier loads ``num_loaded_tokens`` after them. If it loads none, another connector
         (MultiConnector) may fill blocks until the request runs."""
-        self._begun.append(Begun(request, num_hit_tokens, num_loaded_tokens, wishes))
+        self._begun.append(Progress(request, num_hit_tokens, num_loaded_tokens, wishes))
 
     @abstractmethod
     def on_step(self, scheduled: "SchedulerOutput") -> None:
@@ -207,8 +204,7 @@ class StorePolicy(ABC):
         if progress.wishes is not NO_WISHES:
             self._follow_wishes(progress, further)
 
-    @abstractmethod
-    def on_load_ended(self, transfer: Transfer, /) -> None:
+    def on_load_ended(self, transfer: Transfer) -> None:  # noqa: B027 - most record what they hit
         """A load has filled its device blocks."""
 
     @abstractmethod
@@ -219,8 +215,7 @@ class StorePolicy(ABC):
         last one put each block where it belongs in the free queue. ``transfer``: if the tier has
         got them."""
 
-    @abstractmethod
-    def on_device_reset(self) -> None:
+    def on_device_reset(self) -> None:  # noqa: B027 - unless the tier is exclusive, it keeps all
         """The device's prefix cache has been reset."""
 
     def on_reset(self) -> None:
@@ -243,9 +238,9 @@ class StorePolicy(ABC):
         """A request gives up its blocks. Blocks that vLLM finds are recorded. Returns the keys of
         further blocks that are stored."""
 
+    @abstractmethod
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         """A request releases contents, which it has in these blocks."""
-        self._tier.release([key for _, key in released])
 
     def _leave_queue(self, request_id: str) -> None:
         """A request is not in vLLM's queue any more."""
@@ -253,27 +248,19 @@ class StorePolicy(ABC):
 
     # Requests
 
-    def _begin(self, begun: Begun) -> None:
+    def _begin(self, progress: Progress) -> None:
         """A request has got blocks in the step that is being scheduled."""
-        request, num_hit_tokens, num_loaded_tokens, wishes = begun
-        request_id, num_tokens = request.request_id, num_hit_tokens + num_loaded_tokens
+        request, wishes = progress.request, progress.wishes
+        request_id, num_tokens = request.request_id, progress.num_found_tokens
         self._reuse.on_request(request.block_hashes)
         self._reservations.on_allocated(request)
         self._leave_queue(request_id)
-        rule = StoreRule.NONE
         if wishes.store:
             stores = self._reuse.admits_next() or wishes.protect > 0
-            rule = StoreRule.ALL if stores else StoreRule.HITS
+            progress.rule = StoreRule.ALL if stores else StoreRule.HITS
         num_known = 0 if self._records_hits else num_tokens
-        num_recorded = [num_known // size for size in self._groups.block_sizes]
-        self._progress[request_id] = progress = Progress(
-            request,
-            num_recorded,
-            num_hit_tokens,
-            num_loaded_tokens,
-            rule,
-            wishes,
-        )
+        progress.num_recorded = [num_known // size for size in self._groups.block_sizes]
+        self._progress[request_id] = progress
         for group in self._groups.ids if len(self._owners) else ():
             stop = num_tokens // self._groups.block_sizes[group]
             self._owners.share(

@@ -100,11 +100,6 @@ class CpuTier:
         return len(self._pool.blocks)
 
     @property
-    def num_replicas(self) -> int:
-        """Blocks that another one stands for, in a private group."""
-        return self._order.num_replicas
-
-    @property
     def max_contents(self) -> int:
         """Blocks that can have contents of their own: no replicas, and not vLLM's null block."""
         return self._order.max_contents
@@ -233,7 +228,9 @@ class CpuTier:
         private group takes as many blocks as a pool has ranks; the first stands for all."""
         if not self._private_groups:
             return self.allocate(len(keys), keep)
-        widths = [self._num_places if self._is_private(key) else 1 for key in keys]
+        widths = [
+            self._num_places if get_group_id(key) in self._private_groups else 1 for key in keys
+        ]
         blocks: list[KVCacheBlock] = []
         while (num_lacking := sum(widths) - len(blocks)) > 0:
             # Each evicted block may bring the others that it stands for.
@@ -250,14 +247,26 @@ class CpuTier:
         self.unpin(blocks)
         return allocated
 
-    def commit(self, runs: Iterable[Run]) -> list[list[int]]:
-        """Make the host blocks of ``runs``, whose bytes are complete on every rank, findable by
-        their keys, and unpin them.
-
-        Returns for each run the places of blocks whose key another block holds by now. They are
-        free and empty again.
-        """
-        return [self._commit(run) for run in runs]
+    def commit(self, run: Run) -> list[int]:
+        """Make the host blocks of ``run``, whose bytes are complete on every rank, findable by
+        their keys, and unpin them. Returns the places of blocks whose key another block holds by
+        now. They are free and empty again."""
+        blocks, keys, inner_keys = run.host_blocks, run.keys, run.inner_keys
+        useless = block_pool.cache_blocks(self._pool, blocks, keys)
+        if useless:
+            self.unpin([blocks[place] for place in useless])
+            places = sorted(set(range(len(keys))).difference(useless))
+            blocks, keys = [blocks[i] for i in places], [keys[i] for i in places]
+            inner_keys = [inner_keys[i] for i in places] if inner_keys else ()
+        for block, of_block in zip(blocks, inner_keys, strict=False):
+            for inner_key in of_block:
+                block_pool.add_key(self._pool, block, inner_key)
+        self._order.add(blocks, duplicates=run.on_device and self.is_exclusive)
+        if self._reserved and not self._reserved.keys().isdisjoint(keys):
+            self._order.reserve(self.ids_of([key for key in keys if key in self._reserved]))
+        self.version += len(keys)
+        self.num_used += len(keys)
+        return useless
 
     # Losing
 
@@ -360,9 +369,6 @@ class CpuTier:
 
     # Details
 
-    def _is_private(self, key: BlockHashWithGroupId) -> bool:
-        return get_group_id(key) in self._private_groups
-
     def _join(self, blocks: Sequence[KVCacheBlock]) -> KVCacheBlock:
         """Have the first one stand for all of ``blocks``."""
         first = blocks[0]
@@ -378,25 +384,6 @@ class CpuTier:
         others = [self._pool.blocks[i] for i in at_place[at_place != ids].tolist()]
         self._order.num_replicas -= len(others)
         return [*blocks, *others]
-
-    def _commit(self, run: Run) -> list[int]:
-        """``commit`` for one run."""
-        blocks, keys, inner_keys = run.host_blocks, run.keys, run.inner_keys
-        useless = block_pool.cache_blocks(self._pool, blocks, keys)
-        if useless:
-            self.unpin([blocks[place] for place in useless])
-            places = sorted(set(range(len(keys))).difference(useless))
-            blocks, keys = [blocks[i] for i in places], [keys[i] for i in places]
-            inner_keys = [inner_keys[i] for i in places] if inner_keys else ()
-        for block, of_block in zip(blocks, inner_keys, strict=False):
-            for inner_key in of_block:
-                block_pool.add_key(self._pool, block, inner_key)
-        self._order.add(blocks, duplicates=run.on_device and self.is_exclusive)
-        if self._reserved and not self._reserved.keys().isdisjoint(keys):
-            self._order.reserve(self.ids_of([key for key in keys if key in self._reserved]))
-        self.version += len(keys)
-        self.num_used += len(keys)
-        return useless
 
     def _on_lost(self, **counts: int) -> None:
         """Blocks have lost their contents: by reason, how many."""

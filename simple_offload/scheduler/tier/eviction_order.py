@@ -74,17 +74,9 @@ class EvictionOrder:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._empty = pool.free_block_queue
-        self._probation, self._protected, self._reserved, self._duplicates = (
-            FreeKVCacheBlockQueue([]) for _ in range(4)
-        )
-        self._queues = (
-            self._probation,
-            self._protected,
-            self._reserved,
-            self._empty,
-            self._duplicates,
-        )
+        self._queues = queues = [FreeKVCacheBlockQueue([]) for _ in range(5)]
+        queues[_EMPTY] = pool.free_block_queue
+        self._probation, self._protected, self._reserved, self._empty, self._duplicates = queues
         self._codes = bytearray()
         """By block id."""
         self.num_evicted = 0

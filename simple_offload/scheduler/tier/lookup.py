@@ -1,5 +1,6 @@
 """Lookup: the blocks of a request that the tier holds. Changes nothing."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
@@ -13,13 +14,13 @@ from simple_offload.scheduler.tier.groups import Groups, Hashes, make_keys
 class HostHit(NamedTuple):
     """The part of a prefix that the tier adds to the tokens on the device."""
 
-    blocks: tuple[list[KVCacheBlock], ...]
+    blocks: tuple[list[KVCacheBlock], ...] = ()
     """By group, host blocks from ``Groups.start_of`` the device's tokens on; null blocks where
     attention does not read (outside a sliding window)."""
-    num_tokens: int
+    num_tokens: int = 0
     """Tokens that they add. 0: no hit. A hit may end inside a host block, and then uses that much
     of each group's last block."""
-    pins: list[KVCacheBlock]
+    pins: Sequence[KVCacheBlock] = ()
     """Its blocks, which must stay as long as the hit; by group, parents before children."""
     shared_prefix: int = 0
     """Tokens from the first one on that a chain has, if windows or states end the hit earlier."""
@@ -47,7 +48,7 @@ class Lookup:
         start = groups.start_of(num_computed_tokens)
         remaining = groups.hashes_from(block_hashes, start)
         if not remaining or max_tokens <= 0:
-            return HostHit((), 0, [])
+            return HostHit()
         max_tokens += num_computed_tokens - start
         blocks: tuple[list[KVCacheBlock], ...]
         if groups.is_one_chain:
@@ -65,16 +66,9 @@ class Lookup:
             num_tokens = self._extend(block_hashes, start, blocks, num_tokens, max_tokens)
         num_tokens = max(0, start + num_tokens - num_computed_tokens)
         if groups.is_one_chain or not num_tokens:
-            return HostHit(blocks, num_tokens, blocks[0] if num_tokens else [], shared_prefix)
+            return HostHit(blocks, num_tokens, blocks[0] if num_tokens else (), shared_prefix)
         pins = [block for of_group in blocks for block in of_group if not block.is_null]
         return HostHit(blocks, num_tokens, pins, shared_prefix)
-
-    def blocks(
-        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
-    ) -> list[KVCacheBlock]:
-        """A request's blocks ``start`` to ``stop`` of ``group``, as far as they are in the tier."""
-        keys = self._groups.keys(block_hashes, group, start, stop)
-        return [block for block in block_pool.find_blocks(self._pool, keys) if block is not None]
 
     # Details
 
@@ -114,7 +108,8 @@ class Lookup:
         for group in groups.ids:
             size = groups.block_sizes[group]
             first, stop = (start + num_tokens) // size, cdiv(start + limit, size)
-            found[group] = self.blocks(block_hashes, group, first, stop)
+            keys = groups.keys(block_hashes, group, first, stop)
+            found[group] = block_pool.find_chain(self._pool, keys)
             if len(found[group]) < stop - first:
                 return num_tokens
         for group, more in found.items():

@@ -3,12 +3,10 @@
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
 
 class EventPayload(NamedTuple):
@@ -42,7 +40,7 @@ class Run:
     """By block, the length of the prefix that ends with it; empty unless KV events are wanted."""
     payloads: Sequence[PayloadsByKey] = ()
     """By block, for KV events, where they are known before the commit; else empty."""
-    request: "Request | None" = None
+    request: Request | None = None
     """The request that the payloads are made from at the commit, unless they are known before."""
     on_device: bool = True
     """Whether the device finds these contents too."""

@@ -84,7 +84,7 @@ def make_worker(
 
     def make(cache: Cache) -> OffloadWorker:
         kv_cache_config = KVCacheConfig(NUM_DEVICE_BLOCKS, [], [])
-        config = OffloadConfig.parse({"num_cpu_blocks": 20}, 1)
+        config = OffloadConfig.parse({"num_cpu_blocks": 20}, Ranks(1, 1))
         worker = OffloadWorker(kv_cache_config, config, Ranks(1, 1))
         workers.append(worker)
         worker.register_kv_caches(cache.kv_caches)

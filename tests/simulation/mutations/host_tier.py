@@ -107,13 +107,11 @@ def find_without_salt(find: Any, self: Lookup, hashes: Any, *rest: Any) -> Any:
 
 
 @ignore_salt.also(CpuTier, "commit")
-def commit_without_salt(commit: Any, self: CpuTier, runs: Any) -> Any:
-    salted = [run.keys for run in runs]
-    for run in runs:
-        run.keys = _strip_keys(run.keys)
-    useless = commit(self, runs)
-    for run, keys in zip(runs, salted, strict=True):
-        run.keys = keys  # KV events are right
+def commit_without_salt(commit: Any, self: CpuTier, run: Any) -> Any:
+    salted = run.keys
+    run.keys = _strip_keys(run.keys)
+    useless = commit(self, run)
+    run.keys = salted  # KV events are right
     return useless
 
 

@@ -96,29 +96,28 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
 
 @mutation(AtOnce, "_record_state", INNER_HITS)
 def store_the_original_of_a_copied_state(
-    record: Any, self: AtOnce, progress: Any, state: Any
+    record: Any, self: AtOnce, progress: Any, group: int, block_id: int, num_tokens: int
 ) -> Any:
     """vLLM copies a state to keep it from inside a block. The request goes on with the original,
     which this step changes."""
-    request, size = progress.request, self._groups.block_sizes[state.group]
-    key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
-    if state.num_tokens % size and not self._stores.has(key):
-        table = self._managers[state.group].req_to_blocks[request.request_id]
-        run = Run([table[state.num_tokens // size]], [key], on_device=False)
-        run.num_tokens = [state.num_tokens]
-        run.payloads = [payloads_of_host_block(self._groups, key, (), state.num_tokens, request)]
+    request, size = progress.request, self._groups.block_sizes[group]
+    key = self._groups.key_at(request.block_hashes, group, num_tokens)
+    if num_tokens % size and self._stores.absent([key]):
+        table = self._managers[group].req_to_blocks[request.request_id]
+        run = Run([table[num_tokens // size]], [key], on_device=False)
+        run.num_tokens = [num_tokens]
+        run.payloads = [payloads_of_host_block(self._groups, key, (), num_tokens, request)]
         self._stores.plan(run, set(), self._device_pool)
-    return record(self, progress, state)
+    return record(self, progress, group, block_id, num_tokens)
 
 
 @mutation(CpuTier, "commit", INNER_HITS)
-def take_the_inner_keys_of_another_block(commit: Any, self: Any, runs: Any) -> Any:
+def take_the_inner_keys_of_another_block(commit: Any, self: Any, run: Any) -> Any:
     before = vars(self).setdefault("inner_keys_before", [()])
-    for run in runs:
-        inner_keys = run.inner_keys or [()] * len(run.keys)
-        before.extend(inner_keys)
-        run.inner_keys = [before.pop(0) for _ in inner_keys]
-    return commit(self, runs)
+    inner_keys = run.inner_keys or [()] * len(run.keys)
+    before.extend(inner_keys)
+    run.inner_keys = [before.pop(0) for _ in inner_keys]
+    return commit(self, run)
 
 
 # Drafts
@@ -319,15 +318,13 @@ def know_a_host_block_by_its_first_sub_block(
 
 
 @know_a_host_block_by_its_first_sub_block.also(CpuTier, "commit")
-def commit_by_the_first(commit: Any, self: CpuTier, runs: Any) -> Any:
-    keys = [run.keys for run in runs]
-    count = groups_of(self).num_sub_blocks
-    for run in runs if count > 1 else ():
+def commit_by_the_first(commit: Any, self: CpuTier, run: Any) -> Any:
+    keys, count = run.keys, groups_of(self).num_sub_blocks
+    if count > 1:
         first = block_pool.keys_of(run.device_blocks[::count])
-        run.keys = [by_first or key for by_first, key in zip(first, run.keys, strict=True)]
-    useless = commit(self, runs)
-    for run, of_run in zip(runs, keys, strict=True):
-        run.keys = of_run  # KV events are right
+        run.keys = [by_first or key for by_first, key in zip(first, keys, strict=True)]
+    useless = commit(self, run)
+    run.keys = keys  # KV events are right
     return useless
 
 

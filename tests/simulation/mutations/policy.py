@@ -79,9 +79,11 @@ def believe_every_known_token_computed(
 
 
 @mutation(Gate, "_shares_load", SAME_PROMPTS)
-def wait_for_the_loads_of_others_for_ever(original: Any, self: Gate, request_id: str) -> Any:
+def wait_for_the_loads_of_others_for_ever(
+    original: Any, self: Gate, request_id: str, hit: Any
+) -> Any:
     """However many get blocks meanwhile."""
-    return self._loads.will_find_most(request_id)
+    return self._loads.will_bring_most(hit)
 
 
 load_what_others_load = always(Gate, "_shares_load", False, SAME_PROMPTS)
@@ -137,7 +139,10 @@ reserve_for_ever = always(QueueReservations, "remove", None, FULL_DEVICE)
 
 # Admission
 
-admit_everything = always(Admission, "admits", True, ASKED_AGAIN)
+
+@mutation(Admission, "admitted", ASKED_AGAIN)
+def admit_everything(admitted: Any, self: Admission, keys: Any) -> Any:
+    return keys
 
 
 @mutation(Admission, "count", ASKED_AGAIN)

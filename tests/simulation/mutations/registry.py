@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -52,6 +53,7 @@ def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -
 
 
 def _around(original: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
+    @wraps(original)
     def patched(*arguments: Any, **keywords: Any) -> Any:
         return replacement(original, *arguments, **keywords)
 

@@ -16,6 +16,7 @@ from simple_offload.scheduler.write_hazards import WriteHazards
 from simple_offload.worker import overlap
 from simple_offload.worker.copy_lane import CopyLane
 from simple_offload.worker.early_announcement import EarlyAnnouncement
+from simple_offload.worker.layer_groups import NUM_GROUPS
 from simple_offload.worker.overlap import Overlap
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import integrity
@@ -102,11 +103,11 @@ def skip_unpin_after_load(on_ended: Any, self: Loads, *arguments: Any) -> Any:
 
 @mutation(Loads, "lookup", LOADING)
 def skip_pin_of_hit(lookup: Any, self: Loads, request: Any, num_computed_tokens: int) -> Any:
-    num_tokens = lookup(self, request, num_computed_tokens)
+    found = lookup(self, request, num_computed_tokens)
     if (known := self._hits.get(request.request_id)) is not None:
         self._tier.unpin(known.hit.pins)
-        known.hit.pins.clear()
-    return num_tokens
+        self._hits[request.request_id] = known._replace(hit=known.hit._replace(pins=()))
+    return found
 
 
 @mutation(Loads, "submit", LOADING)
@@ -148,7 +149,7 @@ def hold_late(hook: str, when: Callable[[StepMetadata], bool]) -> Mutation:
 
 
 def _hold(worker: OffloadWorker) -> None:
-    worker.lanes[Direction.LOAD].hold_compute(set(worker._metadata.admitted))
+    worker.lanes[Direction.LOAD].hold_compute(set(worker._metadata.admitted), NUM_GROUPS)
 
 
 hold_compute_after_the_forward = hold_late("submit_loads", lambda metadata: True)
