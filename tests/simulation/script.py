@@ -539,10 +539,12 @@ class Play:
         return self._states_rng.random() < self.script.sessions
 
     def _resume(self, session_id: str) -> None:
-        """Maybe send more input to a session: mostly when it has answered."""
+        """Maybe send more input to a session: mostly when it has answered. Of one that has ended,
+        vLLM makes a request that nobody waits for."""
         session, rng = self.world.requests[session_id], self._states_rng
         waits = self.world.is_waiting_for_input(session_id)
-        if session.streaming_queue or rng.random() >= (0.3 if waits else 0.02):
+        is_busy = session.streaming_queue or session.is_finished()
+        if is_busy or rng.random() >= (0.3 if waits else 0.02):
             return
         tokens = self._prompt(1, 12)
         max_tokens = rng.randint(1, self.script.max_answer_tokens)

@@ -117,6 +117,7 @@ class Releases:
 
     def _watch_answer(self, ask: Any, request: Any, num_computed_tokens: int) -> Any:
         self._num_on_device[request.request_id] = num_computed_tokens
+        self._forget_gone()  # the request may compute it anew
         return ask(request, num_computed_tokens)
 
     def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, num_loaded: int) -> None:

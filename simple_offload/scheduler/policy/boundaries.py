@@ -106,7 +106,9 @@ class Boundaries:
         before = [each for each in earlier if each not in left]
         end = self._end(request, request.num_tokens)
         for boundary in left:
-            boundary.earlier, boundary.beside, boundary.ended = before, left, end
+            # A hit may be longer than the next one at the end of the request's prompt.
+            boundary.earlier = [e for e in before if e.num_tokens < boundary.num_tokens]
+            boundary.beside, boundary.ended = left, end
         if earlier:
             earlier[-1].gone_on = end
         while len(self._num_needing) > self._tier.max_contents:
