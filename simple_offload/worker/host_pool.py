@@ -54,7 +54,8 @@ class HostPool:
         self._block_bytes = self._row.num_bytes if self._row else sum(page_bytes)
         chunk_bytes = max(backend.chunk_bytes, num_blocks * self._block_bytes // _MOST_CHUNKS)
         per_chunk = chunk_bytes // max(self._block_bytes, 1)
-        self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
+        self.chunk_blocks = min(max(per_chunk, 1), num_blocks)
+        """Blocks of a chunk; the last one may be smaller."""
         self._rank_pool = rank_pool
         self._retry_seconds = retry_seconds
         self._num_chunks = 0
@@ -109,7 +110,7 @@ class HostPool:
 
     def _open_first(self) -> None:
         if (shared := self._rank_pool.memory) is not None:
-            num_bytes = -(-self.num_blocks // self._chunk_blocks) * self._chunk_stride
+            num_bytes = -(-self.num_blocks // self.chunk_blocks) * self._chunk_stride
             shared.map(num_bytes, stays_open=self._row is not None and self._rank_pool.is_first)
         with memory.using_reserve():
             self._open_chunk()
@@ -154,7 +155,7 @@ class HostPool:
         return shared is None or self._rank_pool.is_first or shared.num_ready > self._num_chunks
 
     def _open_chunk(self) -> None:
-        num_blocks = min(self._chunk_blocks, self.num_blocks - self.num_open)
+        num_blocks = min(self.chunk_blocks, self.num_blocks - self.num_open)
         if self._page_bytes:  # a rank without layers needs no memory
             chunk = self._allocate(num_blocks * self._block_bytes)
             self._backend.add_host_chunk(self._cut(chunk, num_blocks))
@@ -175,7 +176,7 @@ class HostPool:
     @property
     def _chunk_stride(self) -> int:
         """Bytes from the begin of a chunk to that of the next, in shared memory."""
-        num_bytes = self._chunk_blocks * self._block_bytes
+        num_bytes = self.chunk_blocks * self._block_bytes
         return num_bytes if self._row else -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _cut(self, chunk: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

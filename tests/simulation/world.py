@@ -274,8 +274,10 @@ class World:
         if shape.chunk_blocks is not None and shape.uneven_ranks:
             ranks = range(shape.num_ranks)
             rooms = [shape.host_bytes // shape.block_bytes(rank) for rank in ranks]
-            opened = [rank.worker.host_pool.num_open for rank in self.ranks]
-            assert max(opened) <= max(min(rooms), shape.chunk_blocks), f"ranks have opened {opened}"
+            pools = [rank.worker.host_pool for rank in self.ranks]
+            opened = [pool.num_open for pool in pools]
+            first = max(pool.chunk_blocks for pool in pools)
+            assert max(opened) <= max(min(rooms), first), f"ranks have opened {opened}"
 
     def _make_ranks(self) -> list[Rank]:
         """Ranks start at the same time: those that share host memory wait for each other."""
@@ -454,10 +456,9 @@ class World:
     def open_chunk(self, rank: Rank, granted: bool = True) -> None:
         """Let the rank open its next chunk of host blocks, and return when it has. If not
         ``granted``, there is no memory for this chunk or any later one."""
-        assert self.shape.chunk_blocks is not None
         pool, gate = rank.worker.host_pool, rank.device.gate
         rank.out_of_memory = not granted
-        is_last = pool.num_open + self.shape.chunk_blocks >= pool.num_blocks
+        is_last = pool.num_open + pool.chunk_blocks >= pool.num_blocks
         gate.wait_until_reached()
         gate.answer(granted)
         if is_last or not granted:
