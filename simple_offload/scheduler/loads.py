@@ -304,7 +304,9 @@ class Loads:
         if ended.ok:
             self._meter.add(metrics.LOADED, self._tier.num_blocks_at(load.slots))
         if ended.ok and not load.orphaned:
-            self._arrived[load.request_id] = load.pins
+            # Preempted after an early announcement, a request may have two loads in flight.
+            before = self._arrived.get(load.request_id, ())
+            self._arrived[load.request_id] = [*before, *load.pins]
         else:
             self._tier.unpin(load.pins)
         block_pool.free_blocks(device_pool, reversed(load.held))

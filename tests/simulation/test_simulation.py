@@ -200,13 +200,15 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
         assert sum(report[source] for report in reports) > 0, source
 
 
-@pytest.mark.parametrize("seed", [110022, 1500073, 2300075, 6200111])
+@pytest.mark.parametrize("seed", [110022, 1500073, 2300075, 2900278, 6200111])
 def test_seeds_that_failed(seed: int) -> None:
     """1500073: a request that wished for a report failed with its load.
 
     110022: a device block had been the last one of a host block that was never recorded.
 
     2300075: a boundary behind the end of a request's prompt, which it had hit, counted as earlier.
+
+    2900278: a request that was preempted before its announced load had ended had a second one.
 
     6200111: blocks of a private group took more room, and too many others stayed protected."""
     play(seed)
