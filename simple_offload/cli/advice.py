@@ -44,7 +44,7 @@ def advise(now: Scrape, lately: Scrape | None = None) -> str:
     if not now.total(f"{PREFIX}capacity_blocks"):
         return "The host tier is not open yet."
     if not prompts:
-        return "No prompts yet."
+        return "No prompts in the last hour." if lately else "No prompts yet."
     failed = missed.get("load_failed", 0) / prompts
     if failed >= _AS_MUCH:
         return (

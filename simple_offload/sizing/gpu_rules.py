@@ -33,7 +33,7 @@ class LatentAttention(_WithoutKernels, FlashMLABackend):
 
 
 class SparseLatentAttention(_WithoutKernels, FlashMLASparseBackend):
-    """Latents, of which an index selects some."""
+    """MLA with an index, which selects the latents that attention reads."""
 
 
 def apply() -> None:

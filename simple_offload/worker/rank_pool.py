@@ -194,8 +194,8 @@ def _meet(
     peers: Peers, kind: Hashable, news: Any = None
 ) -> tuple[int, list[int], list[Any], SharedMemory | None, list[str]]:
     """Meet the ranks with an equal ``kind`` on this machine, and open the memory of the first of
-    them. Returns how many ranks there are of any machine and kind; of those that were met, which
-    they are and their news; the memory, None if one of them cannot open it; and their failures."""
+    them. Returns the number of all ranks, the ranks with this kind, their news, the memory (None if
+    one of these cannot open it), and their failures."""
     memory, address, failure = None, None, None
     try:
         memory = SharedMemory.create()

@@ -61,7 +61,9 @@ def ratios(*values: float) -> dict[float, float]:
 
 def test_a_server_that_fits() -> None:
     assert advise(server()).startswith("The host memory fits")
-    assert advise(server(prompts=0, missed={"unseen": 0})) == "No prompts yet."
+    none = server(prompts=0, missed={"unseen": 0})
+    assert advise(none) == "No prompts yet."
+    assert advise(server(), none) == "No prompts in the last hour."
 
 
 @pytest.mark.parametrize(

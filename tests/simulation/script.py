@@ -539,8 +539,8 @@ class Play:
         return self._states_rng.random() < self.script.sessions
 
     def _resume(self, session_id: str) -> None:
-        """Maybe send more input to a session: mostly when it has answered. Of one that has ended,
-        vLLM makes a request that nobody waits for."""
+        """Maybe send more input to a session: mostly when it has answered. A session that has ended
+        gets none, as vLLM would begin a new request."""
         session, rng = self.world.requests[session_id], self._states_rng
         waits = self.world.is_waiting_for_input(session_id)
         is_busy = session.streaming_queue or session.is_finished()
