@@ -22,7 +22,7 @@ from examples.serve_bench.tokens import ModelVocabulary, Vocabulary, WordVocabul
 
 Transport = Literal["engine", "http"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-Workload = Literal["ttft", "grown", "idle", "mix", "turns", "traces", "restart"]
+Workload = Literal["ttft", "grown", "idle", "mix", "stores", "turns", "traces", "restart"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 Length = int | tuple[int, int] | Mapping[str, Any]
 """Of a message: always the same, drawn from both limits alike, or as the input file says."""
@@ -157,6 +157,11 @@ class Plan:
         return max(4, 3 * self.device_tokens // (2 * self.prompt_tokens))
 
     @property
+    def num_mix_hits(self) -> int:
+        """Hits while others decode: prompts that the device has evicted."""
+        return min(self.mix_hits, self.num_hits // 2)
+
+    @property
     def mix_prompt_tokens(self) -> int:
         """Of the prompts that decode: short, so that they decode most of the time."""
         return max(1, self.prompt_tokens // 32)
@@ -192,6 +197,7 @@ class Plan:
             "grown": (max(hit + max(self.new_tokens), decode), beside),
             "idle": (self.idle_prompt_tokens + self.idle_answer_tokens, self.idle_prompts),
             "mix": (max(hit, decode), beside),
+            "stores": (max(self.idle_prompt_tokens + self.first_tokens, decode), beside),
             "turns": (self.longest_conversation, self.clients),
             "traces": (self.max_trace_tokens, max(self.agents)),
             "restart": (hit, 1),

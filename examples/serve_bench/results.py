@@ -203,7 +203,8 @@ def _problems_of(each: Mapping[str, Any], plan: Plan, contender: Contender) -> I
     if contender.name == "none" and hits:
         yield "hits of a connector, and there is none"
     # With "auto", ours rightly reads no files where computing is quicker.
-    needless = workload == "idle" or (workload, contender.name) == ("restart", "ours-files")
+    slow_files = (workload, contender.name) == ("restart", "ours-files")
+    needless = workload in ("idle", "stores") or slow_files
     crowded = numbers.get("device_multiple", CROWDED + 1) > CROWDED
     if contender.connector and not (hits or needless or plan.fits) and crowded:
         yield "the connector got no hits"

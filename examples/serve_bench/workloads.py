@@ -49,21 +49,22 @@ async def ttft(client: Client) -> Numbers:
 
 
 async def grown(client: Client) -> Numbers:
-    """Evicted prompts that come back with new tokens behind them, alone and while other requests
-    decode."""
+    """Evicted prompts that come back with new tokens behind them, and again with other ones while
+    the device holds them; then evicted ones while other requests decode."""
     plan = client.plan
     prompts = await _asked_once(client, "grown")
     for num_new in plan.new_tokens:
         await client.settle()
         for number, prompt in enumerate(prompts):
-            asked = prompt + client.text(num_new, "grown", number, num_new)
-            name = f"grown {number}"
-            await client.ask(f"hit and {num_new} new", name, asked, plan.first_tokens)
+            for kind in ("hit", "hit on the device,"):
+                asked = prompt + client.text(num_new, "grown", number, num_new, kind)
+                name = f"{kind} and {num_new} new"
+                await client.ask(name, f"grown {number}", asked, plan.first_tokens)
     num_new = plan.new_tokens[-2]
     kind = f"hit and {num_new} new, beside decodes"
     longer = [
         prompt + client.text(num_new, "grown", number, "beside")
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(prompts[: plan.num_mix_hits])
     ]
     return await _beside_decodes(client, "grown", kind, longer)
 
@@ -85,7 +86,16 @@ async def idle(client: Client) -> Numbers:
 async def mix(client: Client) -> Numbers:
     """Hits while other requests decode."""
     prompts = await _asked_once(client, "mix")
-    return await _beside_decodes(client, "mix", "hit beside decodes", prompts)
+    hits = prompts[: client.plan.num_mix_hits]
+    return await _beside_decodes(client, "mix", "hit beside decodes", hits)
+
+
+async def stores(client: Client) -> Numbers:
+    """New prompts, one after another, while other requests decode: the cost of stores to each step.
+    Without a connector the same steps have no stores. Repeats fill both tiers."""
+    plan = client.plan
+    prompts = [client.text(plan.idle_prompt_tokens, "stores", i) for i in range(plan.idle_prompts)]
+    return await _beside_decodes(client, "stores", COLD, prompts)
 
 
 async def turns(client: Client) -> Numbers:
@@ -201,7 +211,7 @@ async def _asked_once(client: Client, workload: Workload) -> list[list[int]]:
 async def _beside_decodes(
     client: Client, workload: Workload, kind: str, prompts: Sequence[Sequence[int]]
 ) -> Numbers:
-    """Ask some of ``prompts`` while other requests decode. Returns the times from token to token of
+    """Ask ``prompts`` while other requests decode. Returns the times from token to token of
     these. Tokens before all of them decode do not count: they wait for the prompts of the others.
     """
     plan = client.plan
@@ -222,7 +232,7 @@ async def _beside_decodes(
     for event in all_decode:
         await event.wait()
     since = client.elapsed()
-    for number, prompt in enumerate(prompts[: min(plan.mix_hits, plan.num_hits // 2)]):
+    for number, prompt in enumerate(prompts):
         await client.ask(kind, f"{workload} {number}", prompt, plan.first_tokens)
     gaps = sorted(
         after - before
@@ -238,7 +248,9 @@ async def _beside_decodes(
     }
 
 
-_PLAYS: Mapping[str, Play] = {play.__name__: play for play in (ttft, grown, idle, mix, turns)}
+_PLAYS: Mapping[str, Play] = {
+    play.__name__: play for play in (ttft, grown, idle, mix, stores, turns)
+}
 
 
 def plays(plan: Plan, *, again: bool = False) -> dict[str, Play]:

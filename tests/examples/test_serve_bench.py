@@ -139,8 +139,9 @@ def test_every_contender_does_all_the_work(
         for each in run:
             numbers, replies = each["numbers"], each["replies"]
             assert numbers["requests"] == len(replies)
-            assert (numbers["external_hit_tokens"] > 0) == (
-                contender == "ours" and each["workload"] != "idle"
+            # Two prompts may begin with the same token by chance.
+            assert (numbers["external_hit_tokens"] > 1) == (
+                contender == "ours" and each["workload"] not in ("idle", "stores")
             )
             if each["workload"].startswith(("turns", "traces", "idle")):
                 tokens = sum(reply["prompt_tokens"] for reply in replies)
@@ -590,7 +591,7 @@ def test_a_presets_hits_have_to_come_from_the_host_and_fit_it(preset: str) -> No
     assert plan.device_tokens < 0.5 * everything
     assert plan.num_hits * plan.prompt_tokens > plan.device_tokens
     assert plan.num_hits * plan.prompt_tokens * plan.kv_bytes_per_token < plan.host_bytes
-    assert min(plan.mix_hits, plan.num_hits // 2) > 0
+    assert plan.num_mix_hits > 0
 
 
 # Traces
