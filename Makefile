@@ -64,7 +64,7 @@ soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 
 simulate-builtin: set-up ## Simulate SCRIPTS (default 200) scripts with vLLM's built-in connector: which fail
 	@$(VENV_PYTHON) -m tests.simulation.builtin --scripts $(SCRIPTS) --seed $(SEED)
 
-bench-scheduler: set-up ## Measure cost in vLLM's scheduler and hit rate, beside the built-in connector
+bench-scheduler: set-up ## Measure cost in vLLM's scheduler, and what requests find and wait for
 	@$(VENV_PYTHON) -m examples.scheduler_bench $(ARGS)
 
 test-gpu: ## Run tests that need an accelerator, with GPU_PYTHON (default python3)

@@ -67,10 +67,9 @@ def model_config(
     max_model_len: int,
     intermediate_size: int | None = None,
     sliding_window: int = 64,
-    **more: Any,
 ) -> PretrainedConfig:
-    """Hugging Face's configuration, with ``more`` of its fields."""
-    shape = {
+    """Hugging Face's configuration."""
+    shape: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size or 2 * hidden_size,
@@ -80,7 +79,6 @@ def model_config(
         "head_dim": hidden_size // num_heads,
         "max_position_embeddings": max_model_len,
         "tie_word_embeddings": False,
-        **more,
     }
     if architecture == "mla":
         shape |= {"num_key_value_heads": num_heads, "first_k_dense_replace": num_layers}

@@ -16,16 +16,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-UNKNOWN, END_OF_TEXT, END_OF_PAIR, QUESTION, FILLER, ANSWER = "<unk>", "</s>", ";", "?", ".", "="
-SPECIAL_TOKENS = (UNKNOWN, END_OF_TEXT, END_OF_PAIR, QUESTION, FILLER, ANSWER)
-
-VOCAB_SIZE = 2048
-FIRST_WORD = len(SPECIAL_TOKENS)
-NUM_WORDS = VOCAB_SIZE - FIRST_WORD
-
-PAIR_TOKENS = 3
-QUESTION_TOKENS = 3
-"""Without the filler: the sign, the word, and the sign of the answer."""
+END_OF_PAIR, QUESTION, FILLER, ANSWER = ";", "?", ".", "="
+NUM_WORDS = 2042
+"""The tokenizers have 2048 tokens: these words, four signs, <unk> and </s>."""
 
 MIN_FILLER, MAX_FILLER = 40, 56
 """Dots of a question. The fewest are more than a KV block has tokens, so that the block with the
@@ -37,40 +30,11 @@ SHORTEST, LONGEST = 1000, 4000
 """Tokens of the shortest and the longest prompt that lm_eval asks."""
 
 
-def token(text: str) -> int:
-    """Id of one of SPECIAL_TOKENS."""
-    return SPECIAL_TOKENS.index(text)
-
-
 def words() -> list[str]:
-    """The NUM_WORDS words in the order of their ids, which begin at FIRST_WORD."""
+    """The NUM_WORDS words in the order of their ids."""
     syllables = [consonant + vowel for consonant, vowel in product("bdfgklmnprstvz", "aeiou")]
     # Every other one, so that first letters reach to the end of the alphabet.
     return [first + second for first, second in product(syllables, syllables)][::2][:NUM_WORDS]
-
-
-def num_pairs(prompt_tokens: int) -> int:
-    """The most pairs that fit a prompt of ``prompt_tokens`` with the longest question."""
-    return min(NUM_WORDS, (prompt_tokens - QUESTION_TOKENS - MAX_FILLER) // PAIR_TOKENS)
-
-
-def save_tokenizer(directory: Path) -> None:
-    """Write the tokenizer's files, for Hugging Face's AutoTokenizer, beside a model."""
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import Metaspace as MetaspaceDecoder
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Metaspace
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {text: token(text) for text in (UNKNOWN, END_OF_TEXT)}
-    ids |= {f"▁{text}": token(text) for text in SPECIAL_TOKENS[2:]}
-    ids |= {f"▁{word}": FIRST_WORD + number for number, word in enumerate(words())}
-    tokenizer = Tokenizer(WordLevel(ids, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = Metaspace()
-    tokenizer.decoder = MetaspaceDecoder()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=END_OF_TEXT
-    ).save_pretrained(directory)
 
 
 @dataclass(frozen=True)
@@ -81,8 +45,6 @@ class Question:
     """Of as many tokens as it has words and signs, which blanks separate."""
     answer: str
     """HOPS words."""
-    places: list[float]
-    """Where in the context the pair lies that each word of the answer needs; in [0, 1)."""
 
 
 def make_questions(
@@ -99,7 +61,8 @@ def make_questions(
 
 
 def _question(source: random.Random, prompt_tokens: int) -> Question:
-    ring = source.sample(words(), num_pairs(prompt_tokens))
+    # A pair takes three tokens, as do the signs and the word of the question.
+    ring = source.sample(words(), (prompt_tokens - 3 - MAX_FILLER) // 3)
     if len(ring) <= HOPS:
         raise ValueError(f"a prompt of {prompt_tokens} tokens is too short for {HOPS} hops")
     start = source.randrange(len(ring))
@@ -108,11 +71,9 @@ def _question(source: random.Random, prompt_tokens: int) -> Question:
     source.shuffle(order)
     pairs = [f"{ring[word - 1]} {ring[word]} {END_OF_PAIR}" for word in order]
     filler = [FILLER] * source.randint(MIN_FILLER, MAX_FILLER)
-    place = {ring[word - 1]: number / len(order) for number, word in enumerate(order)}
     return Question(
         prompt=" ".join([*pairs, QUESTION, walk[0], *filler, ANSWER]),
         answer=" ".join(walk[1:]),
-        places=[place[word] for word in walk[:-1]],
     )
 
 

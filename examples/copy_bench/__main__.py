@@ -29,7 +29,6 @@ from examples.copy_bench.plan import SIZES, Plan, size_text
 from examples.copy_bench.results import Results
 from simple_offload.config import parse_size
 
-PLOT = "bandwidth.png"
 _SIZE_RANGE = f"a power of two from {size_text(SIZES[0])} to {size_text(SIZES[-1])}"
 
 
@@ -74,7 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         most=8,
         default=1,
     )
-    parser.add_output("--out", "copy-bench-out", "the plot and the numbers")
+    parser.add_output("--out", "copy-bench-out", "the numbers")
     return parser.parse_args(argv)
 
 
@@ -89,11 +88,11 @@ def _block_size(text: str) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise CannotStart(f"No CUDA device (torch {torch.__version__} sees none).")
-    prepare_output("--out", arguments.output, NUMBERS, PLOT)
+    prepare_output("--out", arguments.output, NUMBERS)
     try:
         return _measure_and_report(arguments)
     except ImportError as error:
-        raise CannotStart(f"{error} (the extras 'cuda' and 'bench' bring all)") from None
+        raise CannotStart(f"{error} (the extra 'cuda' brings it)") from None
     except MemoryError as error:
         raise RunFailed(str(error)) from None
     except RuntimeError as error:  # of the device: the stack shows which call queued it
@@ -118,12 +117,8 @@ def _measure_and_report(arguments: argparse.Namespace) -> int:
 
     console = Console()
     print_lines(console, *(f"{name}: {fact}" for name, fact in results.machine.items()))
-    # The smallest blocks, whose calibration has all sizes.
-    calibration = [f"Calibration: {text}" for text in list(results.calibration.values())[:1]]
     if results.rows:
-        report.save_plot(arguments.output / PLOT, results)
         console.print(report.bandwidth_table(results), report.small_copies_table(results))
-        print_lines(console, *calibration, f"Plot: {arguments.output / PLOT}")
     left_out = (f"Left out: {name}: {reason}" for name, reason in results.left_out.items())
     print_lines(console, *left_out, f"Numbers: {arguments.output / NUMBERS}")
     wrong = (f"WRONG BYTES: {fault}" for fault in results.faults)

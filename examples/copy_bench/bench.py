@@ -12,7 +12,7 @@ from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import BackendContender, Contender, ContiguousCopy, PlainTorch
 from examples.copy_bench.measure import measure, measure_small_copies
 from examples.copy_bench.plan import Job, make_job, size_text
-from examples.copy_bench.results import AUTO, PEAK, Results, Row
+from examples.copy_bench.results import PEAK, Results, Row
 from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
 
 Work = Sequence[tuple[Row, Job]]
@@ -68,9 +68,7 @@ class Bench:
         size, name, results = work[0][0].size, contender.name, self._results
         arena, repeats = self._arena, self._plan.repeats
         self._race.step = size_text(size)
-        with contender.opened(arena, size) as calibration:
-            if name == AUTO:
-                results.calibration[size] = calibration
+        with contender.opened(arena, size):
             for row, job in work:
                 self._race.step = f"{size_text(size)}, {job.way}"
                 cell, peak = measure(contender, arena, job, repeats), row.contenders.get(PEAK)

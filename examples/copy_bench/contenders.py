@@ -1,8 +1,7 @@
 """Contenders: ways to copy blocks, to be measured side by side."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import numpy as np
 import torch
@@ -18,12 +17,10 @@ class Contender:
     name: str
     """The heading of its column."""
 
-    @contextmanager
-    def opened(self, _arena: Arena, _size: int) -> Iterator[str]:
+    def opened(self, arena: Arena, size: int) -> AbstractContextManager[None]:
         """Copies blocks of ``size`` bytes during the block, and frees its resources after it.
-        Yields the measurements that choose its path; empty for one that does not choose.
         ConfigError: this machine does not have what it takes."""
-        yield ""
+        raise NotImplementedError
 
     def enter_thread(self, direction: Direction) -> None:
         """Prepare the calling thread, which will make all copies of ``direction``."""
@@ -38,27 +35,21 @@ class Contender:
         return None
 
 
-class MeasuringBackend(CopyBackend, Protocol):
-    """A backend that measures at start which path is best."""
-
-    def describe_paths(self) -> str: ...
-
-
 class BackendContender(Contender):
     """A backend of this project, made anew for each size: it measures its paths for it."""
 
-    def __init__(self, name: str, make_backend: Callable[[], MeasuringBackend]) -> None:
+    def __init__(self, name: str, make_backend: Callable[[], CopyBackend]) -> None:
         self.name = name
         self._make_backend = make_backend
         self._last: dict[Direction, Pending | None] = {}
 
     @contextmanager
-    def opened(self, arena: Arena, size: int) -> Iterator[str]:
+    def opened(self, arena: Arena, size: int) -> Iterator[None]:
         self._backend = self._make_backend()
         with closing(self._backend):
             self._backend.open([arena.device.view(-1, size)])
             self._backend.add_host_chunk([arena.host.view(-1, size)])
-            yield self._backend.describe_paths()
+            yield
 
     def enter_thread(self, direction: Direction) -> None:
         self._backend.enter_thread(direction)
@@ -81,12 +72,12 @@ class _TorchContender(Contender):
     """Copies with torch, each direction on a stream of its own."""
 
     @contextmanager
-    def opened(self, arena: Arena, size: int) -> Iterator[str]:
+    def opened(self, arena: Arena, size: int) -> Iterator[None]:
         self._device, self._host = rows(arena.device, size), rows(arena.host, size)
         self._device_staging = rows(arena.device_staging, size)
         self._host_staging = rows(arena.host_staging, size)
         self._streams: dict[Direction, torch.cuda.Stream] = {}
-        yield ""
+        yield
 
     def enter_thread(self, direction: Direction) -> None:
         if self._device.is_cuda:

@@ -80,7 +80,6 @@ def measure_small_copies(
                 repeats=len(seconds),
                 gb_per_s=job.num_bytes / median(seconds) / 1e9,
                 small_way=small.value,
-                small_bytes=SMALL_BYTES,
                 made=len(waits),
                 median=median(waits) if waits else None,
                 longest=max(waits, default=None),

@@ -57,7 +57,6 @@ class SmallCopies:
     gb_per_s: float
     """Their median bandwidth, in 10^9 bytes."""
     small_way: str
-    small_bytes: int
     made: int
     """Number of small copies that count, beside all of the contender's."""
     median: float | None
@@ -74,8 +73,6 @@ class Results:
     """Device, driver, versions, date."""
     rows: list[Row] = field(default_factory=list)
     small_copies: list[SmallCopies] = field(default_factory=list)
-    calibration: dict[int, str] = field(default_factory=dict)
-    """By block size, auto's ``describe_paths`` after it was opened for that size."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that this machine cannot run, and why."""
     failures: dict[str, str] = field(default_factory=dict)

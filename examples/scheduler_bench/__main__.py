@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 from rich.console import Console
 
-from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
+from examples.bench.arguments import BenchParser, exit_codes
 from examples.bench.command import (
     BAD_RESULT,
     RUN_FAILED,
@@ -23,17 +23,13 @@ from examples.bench.command import (
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.scheduler_bench.hybrids import MODELS
-from examples.scheduler_bench.plan import QUICK, Part, Plan
+from examples.scheduler_bench.plan import QUICK, FootprintPlan, Part, Plan
 
 if TYPE_CHECKING:
     from examples.scheduler_bench.contenders import Contender
     from examples.scheduler_bench.results import Results
 
-NAMES = (
-    *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "ours-unlimited"),
-    *("builtin", "builtin-lazy"),
-    *("none", "offloading", "offloading-arc"),
-)
+NAMES = ("ours", "ours-128", "ours-unlimited", "builtin", "builtin-lazy", "offloading")
 """Those of the contenders, whose module takes seconds to import."""
 
 
@@ -46,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start(arguments: argparse.Namespace) -> int:
     plan: Plan = arguments.plan
     if Part.FOOTPRINT in arguments.parts:
-        _require_memory(plan)
+        _require_memory(plan.footprint)
     for path in plan.traces.files:
         _require_scalable(path, plan)
     prepare_output("--out", arguments.output, NUMBERS)
@@ -58,15 +54,12 @@ def _start(arguments: argparse.Namespace) -> int:
     return run(plan, contenders, arguments.parts, arguments.output)
 
 
-def _require_memory(plan: Plan) -> None:
-    from examples.scheduler_bench.footprint import bytes_needed
-
-    needed = bytes_needed(plan.footprint)
-    available = int(psutil.virtual_memory().available)
-    if needed > available:
+def _require_memory(plan: FootprintPlan) -> None:
+    available = psutil.virtual_memory().available
+    if plan.bytes_needed > available:
         raise CannotStart(
-            f"--tier-blocks {plan.footprint.tier_blocks} may take {needed / 2**30:.1f} GiB of "
-            f"memory; {available / 2**30:.1f} are available"
+            f"A tier of {plan.tier_blocks} blocks may take {plan.bytes_needed / 2**30:.1f} GiB of "
+            f"memory; {available / 2**30:.1f} are available. --quick takes less"
         )
 
 
@@ -105,28 +98,20 @@ def run(
 
 def _report(results: "Results", output: Path) -> None:
     from examples.scheduler_bench import report
-    from examples.scheduler_bench.results import goals
 
     console = Console(width=report.WIDTH)
     print_lines(console, f"{results.machine['processor']}, vLLM {results.machine['vllm']}")
     if results.rows:
-        console.print(report.cost_table(results), report.hook_table(results))
+        console.print(report.cost_table(results))
     if results.footprints:
         console.print(report.footprint_table(results))
-    if results.hits:
-        console.print(report.hit_table(results.hits))
-    if plays := [*results.chats, *results.traces]:
-        console.print(report.found_table(plays))
-    if plays := [*results.hits, *plays]:
-        console.print(report.wait_table(plays))
+    if results.plays:
+        console.print(report.found_table(results.plays), report.wait_table(results.plays))
     if results.sizes:
         console.print(report.sizes_table(results.sizes))
     if results.bytes:
         console.print(report.bytes_table(results.bytes))
-    if results.models:
-        console.print(report.agent_table(results.models))
     lines = [f"Numbers: {output / NUMBERS}"]
-    lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
     print_lines(console, *lines)
     problems = [f"Proves nothing: {where}: {why}" for where, why in results.problems.items()]
@@ -138,10 +123,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchParser(
         "scheduler_bench",
         "Runs vLLM's scheduler, without engine or model, with one KV connector after another: "
-        "time in the connector's hooks, memory and start-up time of a large tier, hit rates, and "
-        "what users wait for. Compare ratios: times hold on one machine only.",
+        "time in the connector's hooks, memory and start-up time of a large tier, what requests "
+        "find, and how long they wait. Compare ratios: times hold on one machine only.",
         exit_codes(
-            "measured, goals reached or not",
+            "measured",
             "a connector did not load everything that it had stored",
             "a connector failed",
             "wrong usage, or too little memory",
@@ -150,13 +135,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_names("--parts", "measurements", [part.value for part in Part])
     parser.add_names("--contenders", "connectors and settings", NAMES)
     parser.add_argument("--quick", action="store_true", help="small, to see that it works")
-    parser.add_number(
-        "--tier-blocks",
-        "tier whose memory and start-up time are measured (default: 4000000)",
-        least=1024,
-        most=100_000_000,
-        metavar="BLOCKS",
-    )
     parser.add_argument(
         "--traces",
         dest="files",
@@ -186,9 +164,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_number("--max-pause", "longest pause of a replay, s (default: 300)", least=0)
     parser.add_names("--models", "hybrid models, for bytes and models", MODELS)
     parser.add_number(
-        "--seeds", "runs of each chat, replay and hit rate (default: 5; of a model: 3)", most=100
+        "--seeds", "runs of each chat and replay (default: 5; of a model: 3)", most=100
     )
-    parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--out", "scheduler-bench-out", "all numbers")
     arguments = parser.parse_args(argv)
     if arguments.parts is None:
@@ -207,10 +184,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     plan = QUICK if arguments.quick else Plan()
-    footprint = plan.footprint
-    if (blocks := arguments.tier_blocks) is not None:
-        filled = min(footprint.filled_blocks, blocks // 4)
-        footprint = replace(footprint, tier_blocks=blocks, filled_blocks=filled)
     given = vars(arguments)
     if arguments.step_ms is not None:
         given["step_seconds"] = arguments.step_ms / 1000
@@ -218,11 +191,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     traces = {name: given[name] for name in names if given.get(name) is not None}
     return replace(
         plan,
-        footprint=footprint,
         traces=replace(plan.traces, **traces),
         models=tuple(MODELS[name] for name in arguments.models or MODELS),
         agents=replace(plan.agents, seeds=arguments.seeds or plan.agents.seeds),
-        seed=arguments.seed,
         seeds=arguments.seeds or plan.seeds,
     )
 

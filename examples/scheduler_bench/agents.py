@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice
-from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from examples.scheduler_bench.hybrids import Model
 from examples.scheduler_bench.plan import AgentPlan
 from examples.scheduler_bench.planned import Planned
 from examples.scheduler_bench.results import Outcome
-from examples.scheduler_bench.turns import take_turns
 from examples.scheduler_bench.watch import Watch
 from simple_offload.memory import GIB
 
@@ -27,8 +25,7 @@ _FIRST = ", first"
 
 
 class _Turn(NamedTuple):
-    place: int
-    """Of its agent."""
+    agent: int
     is_first: bool
     """Of a session."""
     prompt_tokens: int
@@ -45,7 +42,7 @@ def run_agents(
     seed: int,
 ) -> Outcome:
     """Play the plan's turns with ``host_gib`` of host memory in the server, and count those after
-    the warm-up. ``host_bytes`` of the outcome: what the tier holds then."""
+    the warm-up."""
     turns = list(_turns(model, plan, seed))
     num_warm_up = int(plan.warm_up * len(turns))
     shape = Shape(
@@ -61,13 +58,11 @@ def run_agents(
         shape = replace(shape, host_blocks=_most_blocks(planned, turns))
     with closing(Engine(contender, shape, planned)) as engine:
         watch = Watch(engine, is_later=lambda request: _FIRST not in request.request_id)
-        ask = _Agents(engine, plan).ask
-        take_turns(engine, turns[:num_warm_up], plan.running, attrgetter("place"), ask)
+        agents = _Agents(engine, plan)
+        agents.take(turns[:num_warm_up])
         watch.begin()
-        take_turns(engine, turns[num_warm_up:], plan.running, attrgetter("place"), ask)
-        side, memory = engine.side, engine.host_memory
-        held = side.num_used(engine.connector) / side.num_host_blocks(engine.connector)
-        return replace(watch.outcome(), host_bytes=int(held * memory.num_bytes))
+        agents.take(turns[num_warm_up:])
+        return watch.outcome()
 
 
 def _turns(model: Model, plan: AgentPlan, seed: int) -> Iterator[_Turn]:
@@ -75,24 +70,25 @@ def _turns(model: Model, plan: AgentPlan, seed: int) -> Iterator[_Turn]:
     random = Random(f"{seed} agents")
     lengths, longest = [0] * plan.agents, [0] * plan.agents
     for _ in range(plan.turns):
-        place = random.randrange(plan.agents)
-        is_first = lengths[place] >= longest[place]
+        agent = random.randrange(plan.agents)
+        is_first = lengths[agent] >= longest[agent]
         if is_first:
-            lengths[place] = plan.system_tokens
-            longest[place] = random.randint(plan.least_longest, model.longest)
+            lengths[agent] = plan.system_tokens
+            longest[agent] = random.randint(plan.least_longest, model.longest)
         turn = _Turn(
-            place,
+            agent,
             is_first,
             random.randint(*(plan.first_tokens if is_first else plan.user_tokens)),
             random.randint(*plan.answer_tokens),
         )
-        lengths[place] += turn.prompt_tokens + turn.answer_tokens
+        lengths[agent] += turn.prompt_tokens + turn.answer_tokens
         yield turn
 
 
 class _Agents:
     def __init__(self, engine: Engine, plan: AgentPlan) -> None:
         self._engine = engine
+        self._running = plan.running
         self._fresh = count(1)
         """Tokens: none comes twice, but as a part of a session."""
         self._system = self._tokens(plan.system_tokens)
@@ -100,11 +96,26 @@ class _Agents:
         """Of the sessions, by agent, with the last answers."""
         self._num_turns = 0
 
-    def ask(self, turn: _Turn) -> str:
-        """Ask for an answer. Returns the request's name."""
-        before = self._system if turn.is_first else self._texts[turn.place]
+    def take(self, turns: Sequence[_Turn]) -> None:
+        """Ask for the answers in their order, at most ``running`` at a time. A turn waits for the
+        answer to an earlier one of its agent. Returns at rest."""
+        waiting, busy = list(turns), dict[str, int]()
+        while waiting or busy:
+            while len(busy) < self._running:
+                of_idle = (turn for turn in waiting if turn.agent not in busy.values())
+                if (turn := next(of_idle, None)) is None:
+                    break
+                waiting.remove(turn)
+                busy[self._ask(turn)] = turn.agent
+            self._engine.step()
+            busy = {name: agent for name, agent in busy.items() if self._engine.is_running(name)}
+        self._engine.drain()
+
+    def _ask(self, turn: _Turn) -> str:
+        """Returns the request's name."""
+        before = self._system if turn.is_first else self._texts[turn.agent]
         text, answer = before + self._tokens(turn.prompt_tokens), self._tokens(turn.answer_tokens)
-        self._texts[turn.place] = text + answer
+        self._texts[turn.agent] = text + answer
         self._num_turns += 1
         name = f"{self._num_turns}{_FIRST if turn.is_first else ''}"
         self._engine.add(name, text, answer)

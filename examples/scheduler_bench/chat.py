@@ -20,7 +20,13 @@ def run_chat(
     """Play the plan's working sets one after another, and count the last. ``host_factor``: host
     memory over device memory. ``one_offs``: whether prompts that never come back come between."""
     device_blocks = plan.device_tokens // BLOCK_SIZE
-    shape = Shape.of_8b(device_blocks, int(host_factor * device_blocks))
+    shape = Shape(
+        device_blocks + 1,
+        int(host_factor * device_blocks) + 1,
+        bus_blocks=plan.bus_tokens / BLOCK_SIZE,
+        step_seconds=plan.step_seconds,
+        tokens_per_second=plan.tokens_per_second,
+    )
     with closing(Engine(contender, shape)) as engine:
         watch = Watch(engine)
         chat = _Chat(engine, plan, one_offs, seed)

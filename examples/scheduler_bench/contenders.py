@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -19,8 +19,8 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 
 from examples.scheduler_bench.plan import BLOCK_SIZE, Part
+from examples.scheduler_bench.planned import Planned
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
-from simple_offload.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,19 @@ class HostMemory:
 
     num_blocks: int
     """Host blocks of each rank if ranks share nothing, vLLM's null block included."""
-    block_bytes: int
-    """Of a rank's host block."""
-    num_ranks: int = 1
-    replicas: Replicas = field(default_factory=Replicas)
-    """The ranks with the same KV."""
-    is_replicated: bool = False
-    """Whether vLLM's OffloadingConnector keeps one copy for all ranks, where it has CUDA."""
+    planned: Planned
 
     @property
     def num_bytes(self) -> int:
         """Of the whole server."""
-        return self.num_blocks * self.block_bytes * self.num_ranks
+        return self.num_blocks * self.planned.block_bytes * self.planned.num_ranks
 
 
 class Side:
-    """How one kind of connector is configured, and the messages of its worker side. By default,
-    of one that keeps nothing."""
+    """How one kind of connector is configured, and the messages of its worker side."""
 
-    connector = "MultiConnector"
-    """``kv_connector``. This one offers and stores what its ``connectors`` do."""
+    connector: str
+    """``kv_connector``."""
     module: str | None = None
     """``kv_connector_module_path``."""
 
@@ -75,8 +68,7 @@ class Side:
 
     def submitted(self, metadata: Any) -> list[Transfer]:
         """The transfers that start with a step."""
-        del metadata
-        return []
+        raise NotImplementedError
 
     def report(self, ended: Sequence[Transfer], num_ranks: int) -> KVConnectorOutput | None:
         """The report of all ranks when these transfers have ended; None: nothing."""
@@ -88,7 +80,7 @@ class Side:
         )
 
     def num_host_blocks(self, connector: Any) -> int:
-        """How many host blocks the scheduler side has. Not of one that keeps nothing."""
+        """How many host blocks the scheduler side has."""
         raise NotImplementedError
 
     def num_used(self, connector: Any) -> int:
@@ -97,8 +89,7 @@ class Side:
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         """Whether the host tier holds a device block's key."""
-        del connector, key
-        return False
+        raise NotImplementedError
 
     def _worker_meta(
         self, ended: Sequence[Transfer], num_ranks: int
@@ -117,18 +108,15 @@ class OurSide(Side):
 
     def open(self, connector: Any, memory: HostMemory) -> None:
         """As ``RankPool`` has it: ranks that share copies have the blocks of all of them."""
-        replicas = memory.replicas
+        planned, replicas = memory.planned, memory.planned.replicas
         num_blocks = memory.num_blocks * replicas.count
-        capacity = RankCapacity(
-            "0",
-            num_blocks,
-            num_blocks,
-            memory.block_bytes,
-            replicas.count,
-            replicas.private_groups,
-        )
+        sizes = (num_blocks, num_blocks, planned.block_bytes)
+        shared = (replicas.count, replicas.private_groups)
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): replace(capacity, rank=f"{rank}") for rank in range(memory.num_ranks)}
+            {
+                (0, rank): RankCapacity(f"{rank}", *sizes, *shared)
+                for rank in range(planned.num_ranks)
+            }
         )
 
     def submitted(self, metadata: StepMetadata) -> list[Transfer]:
@@ -192,8 +180,9 @@ class OffloadingSide(Side):
 
     def extra_config(self, memory: HostMemory) -> dict[str, Any]:
         # Its single copy needs CUDA: a CPU build gives each rank one.
-        num_bytes = memory.num_bytes * (memory.num_ranks if memory.is_replicated else 1)
-        return {"cpu_bytes_to_use": num_bytes}
+        planned = memory.planned
+        num_copies = planned.num_ranks if planned.is_replicated else 1
+        return {"cpu_bytes_to_use": memory.num_bytes * num_copies}
 
     def submitted(self, metadata: OffloadingConnectorMetadata) -> list[Transfer]:
         urgent = metadata.jobs_to_flush or ()
@@ -230,14 +219,8 @@ class Contender:
     side: Side
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Of ``kv_connector_extra_config``, beside the size."""
-    rival: str | None = None
-    """The contender that it is compared with."""
     parts: Collection[Part] = tuple(Part)
     """That it takes part in."""
-    stores_late: bool = False
-    """Whether it stores blocks when the device is about to evict them, at least in a full tier."""
-    for_one_offs: bool = False
-    """Whether hit rates are those with one-off prompts only."""
     unlimited: bool = False
     """Whether it has all the host memory that it needs."""
 
@@ -247,36 +230,17 @@ class Contender:
         return int(self.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
 
 
-# A tier that is filled before the device evicts has a footprint.
-_LAZY = {Part.COST, Part.HITS}
-_EAGER = _LAZY | {Part.FOOTPRINT}
+_CALLS = {Part.COST, Part.FOOTPRINT}
 _REPLAYED = {Part.CHAT, Part.TRACES}
-_SIZED = _EAGER | _REPLAYED | {Part.SIZES}
 _MODELS = {Part.MODELS, Part.BYTES}
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        Contender("ours", OurSide(), {}, "builtin", stores_late=True),
-        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin", _EAGER, True),
-        Contender("ours-eager", OurSide(), {"lazy_offload": False}, "builtin", _SIZED),
-        Contender(
-            "ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", _LAZY | _REPLAYED, True
-        ),
-        Contender(
-            "ours-threshold",
-            OurSide(),
-            {"store_threshold": 2},
-            "builtin",
-            {Part.HITS},
-            for_one_offs=True,
-        ),
+        Contender("ours", OurSide()),
+        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, _CALLS),
         Contender("ours-unlimited", OurSide(), parts={Part.MODELS}, unlimited=True),
-        Contender("builtin", BuiltinSide(), parts=_EAGER | _REPLAYED | _MODELS),
-        Contender(
-            "builtin-lazy", BuiltinSide(), {"lazy_offload": True}, None, _LAZY | _REPLAYED, True
-        ),
-        Contender("none", Side(), {"connectors": []}, parts=_REPLAYED),
+        Contender("builtin", BuiltinSide(), parts=_CALLS | _REPLAYED | _MODELS),
+        Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, _REPLAYED),
         Contender("offloading", OffloadingSide(), parts=_REPLAYED | _MODELS),
-        Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, parts=_REPLAYED),
     )
 }

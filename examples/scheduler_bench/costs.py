@@ -1,4 +1,4 @@
-"""Time in the hooks: of a step by running requests, of a request by its length and the tier."""
+"""Time in the hooks: of a step by running requests, of a request by its length."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from operator import attrgetter
 from random import Random
 from typing import Protocol
 
@@ -16,10 +15,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from examples.bench.race import Race
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Part, Plan
-from examples.scheduler_bench.planned import MAX_MODEL_LEN
+from examples.scheduler_bench.plan import BLOCK_SIZE, CostPlan, Mix, Part
 from examples.scheduler_bench.results import POOL, Kind, Results, Row
-from examples.scheduler_bench.stopwatch import Cost, Hook
 
 _CYCLE = 3
 """Prompts of the serving mix for each running request: before a prompt comes again, the device has
@@ -35,40 +32,35 @@ class Rig(Protocol):
     num_missed: int = 0
     """Tokens that should have been loaded and were not, in all measurements."""
 
-    def measure(self) -> dict[Kind, Cost]:
-        """Do the work once."""
+    def measure(self) -> dict[Kind, float]:
+        """Do the work once. Returns seconds."""
 
 
 def run_costs(race: Race[Contender], results: Results) -> None:
     """Add rows to ``results``."""
-    plan, cost = results.plan, results.plan.cost
+    plan = results.plan.cost
 
     def measure(
-        step: str,
-        size: int,
-        make: Callable[[Contender], Rig],
-        fits: Callable[[Contender], bool] = lambda _: True,
-        pool: Rig | None = None,
+        step: str, size: int, make: Callable[[Contender], Rig], pool: Rig | None = None
     ) -> None:
         def takes_part(contender: Contender) -> bool:
-            return Part.COST in contender.parts and fits(contender)
+            return Part.COST in contender.parts
 
         rigs = race.run(step, make, takes_part)
-        cells: dict[Kind, dict[str, Cost]] = {}
+        cells: dict[Kind, dict[str, float]] = {}
         # Chance decides which contender the garbage collector meets. (vLLM's engine core freezes
         # all objects of its start, the tier included.)
         gc.disable()
         try:
-            for _ in range(cost.repeats):
+            for _ in range(plan.repeats):
                 costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
                 if pool is not None:
                     costs[POOL] = pool.measure()
                 for name, by_kind in costs.items():
-                    for kind, found in by_kind.items():
+                    for kind, seconds in by_kind.items():
                         of_kind = cells.setdefault(kind, {})
                         # Other work on the machine only adds time, so the least counts.
-                        least = of_kind.setdefault(name, found)
-                        of_kind[name] = min(least, found, key=attrgetter("seconds"))
+                        of_kind[name] = min(of_kind.get(name, seconds), seconds)
         finally:
             gc.enable()
         results.rows += [Row(kind, size, of_kind) for kind, of_kind in cells.items()]
@@ -76,24 +68,19 @@ def run_costs(race: Race[Contender], results: Results) -> None:
             if rig.num_missed:
                 results.problems[f"{name}, {step}"] = f"{rig.num_missed} tokens were not loaded"
 
-    for running in cost.running:
+    for running in plan.running:
         measure(f"decode, {running} running", running, partial(_Decode, plan=plan, running=running))
-    for kind, mix in ((Kind.SERVING, cost.serving), (Kind.CONVERSATIONS, cost.conversations)):
-        for running in cost.running:
+    for kind, mix in ((Kind.SERVING, plan.serving), (Kind.CONVERSATIONS, plan.conversations)):
+        for running in plan.running:
             make = partial(Serving, kind=kind, mix=mix, plan=plan, running=running)
             measure(f"{kind.value}, {running} running", running, make)
-    for length in cost.lengths:
+    for length in plan.lengths:
         measure(
             f"one prompt of {length} tokens",
             length,
-            partial(_Prompts, plan=plan, length=length, full_tier=None),
-            lambda each: Part.FOOTPRINT in each.parts,  # these prompts are not evicted
-            _Pool(length, cost.repeats),
+            partial(_Prompts, plan=plan, length=length),
+            _Pool(length, plan.repeats),
         )
-    for blocks in cost.tiers:
-        make_full = partial(_Prompts, plan=plan, length=cost.tier_tokens, full_tier=blocks)
-        step = f"a full tier of {blocks} blocks"
-        measure(step, blocks, make_full, lambda each: not each.stores_late)
 
 
 class _Steps(Rig):
@@ -104,13 +91,13 @@ class _Steps(Rig):
         self._kind = kind
         self._num_steps = num_steps
 
-    def measure(self) -> dict[Kind, Cost]:
+    def measure(self) -> dict[Kind, float]:
         """Of a step."""
         self.engine.stopwatch.drain()
         for _ in range(self._num_steps):
             self.engine.step()
             self._refill()
-        return {self._kind: self.engine.stopwatch.drain().over(self._num_steps)}
+        return {self._kind: self.engine.stopwatch.drain() / self._num_steps}
 
     def _refill(self) -> None:
         """Add a request for each one that has ended."""
@@ -119,16 +106,15 @@ class _Steps(Rig):
 class _Decode(_Steps):
     """Requests that decode, and nothing else."""
 
-    def __init__(self, contender: Contender, plan: Plan, running: int) -> None:
-        cost = plan.cost
-        answer = (cost.repeats + 1) * cost.steps + running
-        longest = cost.context_tokens + BLOCK_SIZE + answer
+    def __init__(self, contender: Contender, plan: CostPlan, running: int) -> None:
+        answer = (plan.repeats + 1) * plan.steps + running
+        longest = plan.context_tokens + BLOCK_SIZE + answer
         blocks = running * (longest // BLOCK_SIZE + 1) + 16
-        super().__init__(Engine(contender, Shape(blocks, blocks, running)), Kind.DECODE, cost.steps)
-        random = Random(plan.seed)
+        super().__init__(Engine(contender, Shape(blocks, blocks, running)), Kind.DECODE, plan.steps)
+        random = Random(0)
         for index in range(running):
             # Not all fill their blocks in the same step.
-            length = cost.context_tokens + index % BLOCK_SIZE
+            length = plan.context_tokens + index % BLOCK_SIZE
             self.engine.add(f"{index}", _tokens(random, length), _tokens(random, answer))
         while not self.engine.all_decode:
             self.engine.step()
@@ -139,10 +125,10 @@ class Serving(_Steps):
     """Requests that load their prompt, decode for a while and end; another follows each."""
 
     def __init__(
-        self, contender: Contender, kind: Kind, mix: Mix, plan: Plan, running: int
+        self, contender: Contender, kind: Kind, mix: Mix, plan: CostPlan, running: int
     ) -> None:
         self._answer_tokens = mix.answer_tokens
-        self._random = Random(plan.seed)
+        self._random = Random(0)
         self._running = running
         num_prompts = max(_CYCLE * running, _LEAST_CYCLE)
         self._prompts = [_tokens(self._random, mix.prompt_tokens) for _ in range(num_prompts)]
@@ -150,7 +136,7 @@ class Serving(_Steps):
         device_blocks = running * (longest // BLOCK_SIZE + 2) * 5 // 4 + 16
         host_blocks = 2 * num_prompts * (longest // BLOCK_SIZE + 1)
         engine = Engine(contender, Shape(device_blocks, host_blocks, running))
-        super().__init__(engine, kind, max(plan.cost.steps, 2 * mix.answer_tokens))
+        super().__init__(engine, kind, max(plan.steps, 2 * mix.answer_tokens))
         self._ids = count()
         for _ in range(num_prompts):
             self._add()
@@ -174,36 +160,28 @@ class _Prompts(Rig):
     """One prompt after another, alone: stored cold; then, after a reset of the device's cache,
     loaded; and found on the device."""
 
-    def __init__(
-        self, contender: Contender, plan: Plan, length: int, full_tier: int | None
-    ) -> None:
+    def __init__(self, contender: Contender, plan: CostPlan, length: int) -> None:
         own_blocks = length // BLOCK_SIZE + 2
-        room = full_tier or own_blocks * (plan.cost.repeats + 2)
-        most = MAX_MODEL_LEN // BLOCK_SIZE if full_tier else own_blocks
-        self.engine = Engine(contender, Shape(most + 16, room))
-        self._random = Random(plan.seed)
+        self.engine = Engine(contender, Shape(own_blocks + 16, own_blocks * (plan.repeats + 2)))
+        self._random = Random(0)
         self._length = length
         self._ids = count()
-        self._kinds = [Kind.STORED, Kind.LOADED, Kind.ON_DEVICE]
-        if full_tier is not None:
-            self._kinds = [Kind.STORED_FULL, Kind.LOADED_FULL]
-            fill_tier(self.engine, full_tier, self._random)
         self.measure()
         self.num_missed = 0
 
-    def measure(self) -> dict[Kind, Cost]:
+    def measure(self) -> dict[Kind, float]:
         """Of one prompt, by kind."""
         prompt = _tokens(self._random, self._length)
         index = next(self._ids)
         costs = {}
-        for kind in self._kinds:
+        for kind in (Kind.STORED, Kind.LOADED, Kind.ON_DEVICE):
             if kind is not Kind.ON_DEVICE:
                 self._empty_device()
             self.engine.add(f"{index} {kind.value}", prompt, [1])
             self.engine.drain()
             costs[kind] = self.engine.stopwatch.drain()
         wanted = (self._length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        self.num_missed += wanted - self.engine.hits[f"{index} {self._kinds[1].value}"].host
+        self.num_missed += wanted - self.engine.hits[f"{index} {Kind.LOADED.value}"].host
         return costs
 
     def _empty_device(self) -> None:
@@ -226,7 +204,7 @@ class _Pool(Rig):
         )
         self.measure()
 
-    def measure(self) -> dict[Kind, Cost]:
+    def measure(self) -> dict[Kind, float]:
         """Of one prompt, stored and loaded."""
         device, host, num_blocks = self._device, self._host, self._num_blocks
         hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
@@ -246,23 +224,7 @@ class _Pool(Rig):
         host.free_blocks(reversed(found))
         loaded = time.thread_time()
         device.free_blocks(reversed(sources))
-        return {
-            Kind.STORED: Cost({Hook.OTHER: stored - start}),
-            Kind.LOADED: Cost({Hook.OTHER: loaded - stored}),
-        }
-
-
-def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
-    """Store ``num_blocks`` blocks of prompts that do not come again."""
-    longest = MAX_MODEL_LEN - BLOCK_SIZE
-    left = num_blocks
-    for index in count():
-        if left <= 0:
-            return
-        prompt = _tokens(random, min(longest, left * BLOCK_SIZE))
-        engine.add(f"filler {index}", prompt, [1])
-        engine.drain()
-        left -= len(prompt) // BLOCK_SIZE
+        return {Kind.STORED: stored - start, Kind.LOADED: loaded - stored}
 
 
 def _tokens(random: Random, count: int) -> list[int]:

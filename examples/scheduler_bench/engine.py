@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from examples.scheduler_bench.contenders import Contender, HostMemory, Transfer
-from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS
+from examples.scheduler_bench.plan import CHUNK_TOKENS
 from examples.scheduler_bench.planned import Planned, one_group
 from examples.scheduler_bench.stopwatch import Stopwatch
 
@@ -77,19 +77,6 @@ class Shape:
     """Time of a step that computes nothing."""
     tokens_per_second: float = inf
     """Speed of computing: each token adds to the time of its step."""
-
-    @classmethod
-    def of_8b(cls, device_blocks: int, host_blocks: int, max_running: int = 256) -> "Shape":
-        """With the speeds of an 8B model on an H200: decoding reads the weights in 6 ms, and copies
-        of one direction have 54 GB/s. vLLM's null blocks come on top."""
-        return cls(
-            device_blocks + 1,
-            host_blocks + 1,
-            max_running,
-            bus_blocks=409_600 / BLOCK_SIZE,
-            step_seconds=0.006,
-            tokens_per_second=40_000.0,
-        )
 
 
 class Bus:
@@ -144,14 +131,7 @@ class Engine:
         planned = planned or one_group()
         self.side = contender.side
         self.shape = shape
-        self.num_ranks = planned.config.parallel_config.world_size
-        self.host_memory = HostMemory(
-            shape.host_blocks,
-            planned.block_bytes,
-            self.num_ranks,
-            planned.replicas,
-            planned.is_replicated,
-        )
+        self.host_memory = HostMemory(shape.host_blocks, planned)
         config = _vllm_config(contender, shape, planned.config, self.host_memory)
         # As EngineCore does.
         kv_cache = generate_scheduler_kv_cache_config([planned.with_blocks(shape.device_blocks)])
@@ -257,7 +237,6 @@ class Engine:
                     del self._answers[each.request_id]
                     for call in self.on_end:
                         call(requests[each.request_id])
-        self.stopwatch.end_step()
         num_tokens = scheduled.total_num_scheduled_tokens
         self.now += self.shape.step_seconds + num_tokens / self.shape.tokens_per_second
         for request_id in self._first_answers:
@@ -296,7 +275,7 @@ class Engine:
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
             sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
             kv_connector_output=self.side.report(
-                self._bus.drain_ended(self.num_steps, self.now), self.num_ranks
+                self._bus.drain_ended(self.num_steps, self.now), self.host_memory.planned.num_ranks
             ),
         )
 

@@ -20,21 +20,10 @@ from vllm.v1.core.block_pool import BlockPool
 
 from examples.bench.race import Race
 from examples.scheduler_bench.contenders import CONTENDERS, Contender
-from examples.scheduler_bench.costs import fill_tier
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan, Part
 from examples.scheduler_bench.planned import MAX_MODEL_LEN
 from examples.scheduler_bench.results import POOL, Footprint, Results
-
-BYTES_EXPECTED = 400
-"""Of a host block in Python objects, at most, where one holds KV."""
-BYTES_OF_A_PROCESS = 2 << 30
-"""Of a process that has imported vLLM, at most."""
-
-
-def bytes_needed(plan: FootprintPlan) -> int:
-    """Memory that a measurement may take."""
-    return BYTES_OF_A_PROCESS + BYTES_EXPECTED * plan.tier_blocks
 
 
 def run_footprints(race: Race[Contender], results: Results) -> None:
@@ -83,9 +72,9 @@ def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
     if plan.filled_blocks:
         random = Random(0)
         # The device's blocks hold something from now on.
-        fill_tier(engine, num_device_blocks, random)
+        _fill(engine, num_device_blocks, random)
         before, num_stored = _resident_bytes(), engine.num_stored
-        fill_tier(engine, plan.filled_blocks, random)
+        _fill(engine, plan.filled_blocks, random)
         filled = (_resident_bytes() - before) / (engine.num_stored - num_stored)
     engine.close()
     del engine
@@ -93,6 +82,16 @@ def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
         gc.collect()
         start().close()
     return Footprint(plan.tier_blocks, median(seconds), per_block, filled)
+
+
+def _fill(engine: Engine, num_blocks: int, random: Random) -> None:
+    """Store ``num_blocks`` blocks of prompts that do not come again."""
+    most = MAX_MODEL_LEN // BLOCK_SIZE - 1
+    while num_blocks > 0:
+        prompt = random.choices(range(1000), k=BLOCK_SIZE * min(most, num_blocks))
+        engine.add(f"filler {engine.num_steps}", prompt, [1])
+        engine.drain()
+        num_blocks -= most
 
 
 def _measure_pool(plan: FootprintPlan) -> Footprint:

@@ -19,8 +19,6 @@ class Part(Enum):
     """Time in the connector's hooks."""
     FOOTPRINT = "footprint"
     """Memory and start-up time of a large tier."""
-    HITS = "hits"
-    """Hit rates."""
     CHAT = "chat"
     """What users of a chat wait for, while the tiers are full."""
     TRACES = "traces"
@@ -31,13 +29,6 @@ class Part(Enum):
     """What agents of hybrid models find and wait for."""
     BYTES = "bytes"
     """Host bytes of a token, of such models."""
-
-
-class Order(Enum):
-    """The order of the conversations' turns."""
-
-    ROUND_ROBIN = "round robin"
-    RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class CostPlan:
-    """Time in the hooks. Host tiers are large enough, except for ``tiers``."""
+    """Time in the hooks. Host tiers are large enough."""
 
     running: tuple[int, ...] = (1, 64, 256)
     """Numbers of concurrent requests."""
@@ -67,10 +58,6 @@ class CostPlan:
     """Histories, and their answers."""
     lengths: tuple[int, ...] = (2048, 16_384, 131_072)
     """Prompts that are stored cold, and then loaded."""
-    tiers: tuple[int, ...] = (16_384, 131_072, 524_288)
-    """Host blocks of a full tier, so that every store evicts."""
-    tier_tokens: int = 16_384
-    """Length of the prompt that is stored into such a tier, and then loaded."""
     repeats: int = 5
     """Of each measurement, contenders in turn; the least counts."""
 
@@ -84,28 +71,11 @@ class FootprintPlan:
     """Blocks to fill, for the bytes of a block that holds KV; 0: none."""
     repeats: int = 3
 
-
-@dataclass(frozen=True)
-class HitPlan:
-    """Conversations. A prompt is the history and a new message."""
-
-    conversations: int = 48
-    turns: int = 6
-    system_tokens: int = 256
-    """Length of the prefix of all conversations."""
-    user_tokens: tuple[int, int] = (64, 448)
-    """Shortest and longest message of a turn."""
-    answer_tokens: int = 16
-    running: int = 4
-    """Concurrent turns."""
-    device_part: float = 0.125
-    """Share of the working set (the blocks of all conversations at their end) on the device."""
-    host_parts: tuple[float, ...] = (0.25, 0.5, 1.0)
-    """Shares of the working set in the host tier."""
-    one_off_tokens: int = 1024
-    """Length of prompts that no turn continues, in the runs that have them."""
-    one_offs: float = 0.5
-    """Number of these for each turn of a conversation."""
+    @property
+    def bytes_needed(self) -> int:
+        """Memory that it may take: of a process that has imported vLLM, and a host block's Python
+        objects, at most, where it holds KV."""
+        return (2 << 30) + 400 * self.tier_blocks
 
 
 @dataclass(frozen=True)
@@ -133,6 +103,11 @@ class ChatPlan:
     turns_per_one_off: int = 4
     """Turns for each one-off prompt, which is as long as a first message, in the runs that have
     these."""
+    bus_tokens: int = 409_600
+    """Tokens that are copied in a second, in each direction: 54 GB/s."""
+    step_seconds: float = 0.006
+    """Time of a step that computes nothing: the weights are read."""
+    tokens_per_second: float = 40_000.0
 
 
 @dataclass(frozen=True)
@@ -192,29 +167,17 @@ class AgentPlan:
 
 
 @dataclass(frozen=True)
-class BytesPlan:
-    """One prompt and its answer, for the bytes of a token."""
-
-    prompt_tokens: int = 65_536
-    answer_tokens: int = 300
-
-
-@dataclass(frozen=True)
 class Plan:
     """One run of the benchmark."""
 
     cost: CostPlan = field(default_factory=CostPlan)
     footprint: FootprintPlan = field(default_factory=FootprintPlan)
-    hits: HitPlan = field(default_factory=HitPlan)
     chat: ChatPlan = field(default_factory=ChatPlan)
     traces: TracePlan = field(default_factory=TracePlan)
     models: tuple[Model, ...] = tuple(MODELS.values())
     agents: AgentPlan = field(default_factory=AgentPlan)
-    bytes: BytesPlan = field(default_factory=BytesPlan)
-    seed: int = 0
-    """Of the first run."""
     seeds: int = 5
-    """Number of runs of each hit rate, chat and replay, whose tokens are summed."""
+    """Number of runs of each chat and replay, whose tokens are summed."""
 
 
 QUICK = Plan(
@@ -225,12 +188,9 @@ QUICK = Plan(
         serving=Mix(prompt_tokens=128, answer_tokens=16),
         conversations=Mix(prompt_tokens=512, answer_tokens=32),
         lengths=(256, 4096),
-        tiers=(1024, 4096),
-        tier_tokens=1024,
         repeats=2,
     ),
     footprint=FootprintPlan(tier_blocks=100_000, filled_blocks=0, repeats=1),
-    hits=HitPlan(conversations=16, turns=4, host_parts=(0.5, 1.0)),
     chat=ChatPlan(users=6, active=3, turns=2, device_tokens=16_384, host_factors=(2.0,)),
     seeds=1,
 )

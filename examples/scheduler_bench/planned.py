@@ -38,6 +38,11 @@ class Planned:
         return int(self.kv_cache.kv_cache_tensors[0].size // self.kv_cache.num_blocks)
 
     @property
+    def num_ranks(self) -> int:
+        """Of the server."""
+        return int(self.config.parallel_config.world_size)
+
+    @property
     def replicas(self) -> Replicas:
         """The ranks that have the same KV."""
         return Replicas.find(self.config, self.kv_cache)
@@ -45,9 +50,8 @@ class Planned:
     @property
     def is_replicated(self) -> bool:
         """Whether vLLM's OffloadingConnector keeps one copy for all (offloading/config.py)."""
-        num_ranks = self.config.parallel_config.tensor_parallel_size
         is_latent = self.config.model_config.use_mla
-        return is_latent and num_ranks > 1 and self.kv_cache.kv_tp_replicas == num_ranks
+        return is_latent and self.num_ranks > 1 and self.kv_cache.kv_tp_replicas == self.num_ranks
 
     def with_blocks(self, num_blocks: int) -> KVCacheConfig:
         """The KV cache with this many blocks. Where its tensors lie does not follow: scheduler

@@ -6,69 +6,32 @@ from statistics import fmean
 from rich.table import Table
 
 from examples.bench.tables import MISSING, make_table, optional, ratio
-from examples.scheduler_bench.results import (
-    LEAST,
-    POOL,
-    Kind,
-    Play,
-    Results,
-    Sizes,
-    figures,
-    largest_rows,
-    of_rival,
-    rival_of,
-)
+from examples.scheduler_bench.results import LEAST, RIVAL, Kind, Play, Results, Size, figures
 from examples.scheduler_bench.sizes import REPLAYED
-from examples.scheduler_bench.stopwatch import Hook
-from simple_offload.memory import GIB
 
 WIDTH = 200
 """Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
 
-_SIZES = ("lru", "predicted", "replayed")
-
-HOOKS = tuple(hook for hook in Hook if hook is not Hook.OTHER)
-
 
 def cost_table(results: Results) -> Table:
-    """One line for each kind and size: milliseconds, and ratios to rivals."""
+    """One line for each kind and size: milliseconds, and ratios to the rival."""
     names = dict.fromkeys(name for row in results.rows for name in row.cells)
-    headings = []
-    for name in names:
-        headings += [name, "x", "slowest"] if rival_of(name) in names else [name]
+    headings = (heading for name in names for heading in ([name] if name == RIVAL else [name, "x"]))
     table = make_table(
         *("", "size", *headings),
         caption="Milliseconds in the connector's hooks: decode, serving and conversations, of a\n"
-        "step; else of one prompt. x: over its rival's; slowest: of the slowest step alone.\n"
+        f"step; else of one prompt. x: over {RIVAL}'s.\n"
         "vLLM's BlockPool: the pool's own methods for the same blocks.",
     )
     for kind in Kind:
         for row in (row for row in results.rows if row.kind is kind):
             cells = []
             for name in names:
-                cost = row.cells.get(name)
-                cells.append(MISSING if cost is None else _milliseconds(cost.seconds))
-                if rival_of(name) in names:
-                    cells.append(optional(of_rival(row, name), ".2f"))
-                    cells.append(optional(of_rival(row, name, "slowest_step"), ".2f"))
+                seconds = row.cells.get(name)
+                cells.append(MISSING if seconds is None else f"{seconds * 1e3:.3f}")
+                if name != RIVAL:
+                    cells.append(optional(ratio(seconds, row.cells.get(RIVAL)), ".2f"))
             table.add_row(kind.value, f"{row.size:,}", *cells)
-        table.add_section()
-    return table
-
-
-def hook_table(results: Results) -> Table:
-    """By hook, at the largest size of each kind."""
-    table = make_table(
-        *("", "contender", *(hook.value for hook in HOOKS)),
-        left=2,
-        caption="The largest of each kind by hook, in milliseconds.",
-    )
-    for kind, row in largest_rows(results).items():
-        for name, cost in row.cells.items():
-            if name == POOL:
-                continue  # it has no hooks
-            cells = (_milliseconds(cost.by_hook.get(hook, 0.0)) for hook in HOOKS)
-            table.add_row(kind.value, name, *cells)
         table.add_section()
     return table
 
@@ -78,11 +41,11 @@ def footprint_table(results: Results) -> Table:
     table = make_table(
         *("tier", "blocks", "start, s", "x", "bytes/\nblock", "x", "more if\nfilled", "x"),
         caption="Scheduler side only, a process each. Start: processor time, median. Bytes of\n"
-        "a device block's worth of the tier. x: over its rival's.",
+        f"a device block's worth of the tier. x: over {RIVAL}'s.",
     )
     forms = {"seconds_to_start": ".2f", "bytes_per_block": ".0f", "bytes_per_filled_block": ".0f"}
+    rival = results.footprints.get(RIVAL)
     for name, found in results.footprints.items():
-        rival = results.footprints.get(rival_of(name))
         cells = []
         for key, form in forms.items():
             value = getattr(found, key)
@@ -92,52 +55,30 @@ def footprint_table(results: Results) -> Table:
     return table
 
 
-def hit_table(plays: Sequence[Play]) -> Table:
-    """One line for each order and tier, in percent."""
-    names = dict.fromkeys(name for play in plays for name in play.outcomes)
-    table = make_table(
-        *("turns", *(name.replace("-", "\n") for name in names)),
-        caption="Hit rate: tokens loaded from the host tier, of those that were computed before\n"
-        "and had left the device. In brackets: from device or host, of all computed before.",
-    )
-    for play in plays:
-        found = [play.outcomes.get(name) for name in names]
-        cells = (
-            MISSING if each is None else f"{each.hit_rate:.1%} ({each.overall_hit_rate:.0%})"
-            for each in found
-        )
-        table.add_row(play.name, *cells)
-    return table
-
-
 def found_table(plays: Sequence[Play]) -> Table:
     """A line for each contender of each play, in percent of the prompts' tokens."""
     table = make_table(
-        *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
-        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies"),
-        *("pre-\nempted", "requests\n/s", "hooks, s"),
-        caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
-        "computed before, and evicted by the device when the tier did not have them, or by the\n"
-        "tier. "
-        "LRU, best: a cache of the tier's size (H), or the device's too (D), that gets the same\n"
-        "requests, and one that knows the future. Stored, loaded: thousands of blocks.\n"
-        "Copies: blocks of the tier that the device has too. Requests: by the engine's clock.",
+        *("contender", "device", "host", "found", "of a run", "lost on\ndevice", "lost in\nhost"),
+        *("LRU", "best", "stored", "pre-\nempted"),
+        caption="Prompt tokens in percent. Found: on the device or in the host tier. Of a run:\n"
+        "least and greatest of the seeds. Lost: computed before, and evicted by the device when\n"
+        "the tier did not have them, or by the tier. LRU, best: a cache of both sizes that gets\n"
+        "the same requests, and one that knows the future. Lost tokens and these caches are not\n"
+        "counted for hybrid models. Stored: thousands of host blocks.",
     )
     for play in plays:
         table.add_row(play.name, style="bold")
         for name, outcome in play.outcomes.items():
-            tokens = (
-                *(outcome.device, outcome.host, outcome.found, outcome.unstored, outcome.evicted),
-                *(outcome.lru_host, outcome.lru_both, outcome.optimal),
-            )
+            of_runs = [run.share(run.found) for run in play.runs[name]]
+            tokens = (outcome.unstored, outcome.evicted, outcome.lru, outcome.optimal)
             table.add_row(
                 name,
-                *(f"{100 * outcome.share(each):.1f}" for each in tokens),
-                *(f"{blocks / 1000:.0f}" for blocks in (outcome.stored, outcome.loaded)),
-                f"{outcome.shared:.0%}",
+                *(_percent(outcome.share(each)) for each in (outcome.device, outcome.host)),
+                _percent(outcome.share(outcome.found)),
+                f"{_percent(min(of_runs))} - {_percent(max(of_runs))}",
+                *(_percent(outcome.share(each)) if outcome.optimal else MISSING for each in tokens),
+                f"{outcome.stored / 1000:.1f}",
                 f"{outcome.preempted:,}",
-                f"{outcome.requests / outcome.seconds:.3g}" if outcome.seconds else MISSING,
-                f"{outcome.hook_seconds:.1f}",
             )
         table.add_section()
     return table
@@ -173,49 +114,6 @@ def wait_table(plays: Sequence[Play]) -> Table:
     return table
 
 
-def agent_table(plays: Sequence[Play]) -> Table:
-    """A line for each contender of each model and size of host memory."""
-    table = make_table(
-        *("contender", "device", "host", "computed", "stored", "GiB"),
-        *("first turn", "p99", "later turn", "p99"),
-        caption="Prompt tokens in percent, mean of the seeds and half of their range. Stored:\n"
-        "thousands of host blocks. GiB: what the tier holds at the end. Milliseconds until the\n"
-        "first token, by the engine's clock: mean and p99 of a session's first turns, and later.",
-    )
-    for play in plays:
-        table.add_row(play.name, style="bold")
-        for name, runs in play.runs.items():
-            shares = (
-                [
-                    100 * run.share(tokens)
-                    for tokens in (run.device, run.host, run.prompt - run.found)
-                ]
-                for run in runs
-            )
-            first = [figures(each.first_turns) for each in runs]
-            later = [figures(each.later_turns) for each in runs]
-            table.add_row(
-                name,
-                *(_spread(each, 1) for each in zip(*shares, strict=True)),
-                f"{fmean(each.stored for each in runs) / 1000:.1f}",
-                f"{fmean(each.host_bytes for each in runs) / GIB:.1f}",
-                *(
-                    _spread([1e3 * each[key] for each in turns if each], 0)
-                    for turns in (first, later)
-                    for key in ("mean", "p99")
-                ),
-            )
-        table.add_section()
-    return table
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return MISSING
-    half = (max(values) - min(values)) / 2
-    return f"{fmean(values):,.{digits}f} ± {half:,.{digits}f}"
-
-
 def bytes_table(sizes: Mapping[str, Mapping[str, float]]) -> Table:
     """A line for each model."""
     names = dict.fromkeys(name for each in sizes.values() for name in each)
@@ -230,7 +128,7 @@ def bytes_table(sizes: Mapping[str, Mapping[str, float]]) -> Table:
     return table
 
 
-def sizes_table(sizes: Sequence[Sizes]) -> Table:
+def sizes_table(sizes: Mapping[str, Sequence[Mapping[float, Size]]]) -> Table:
     """A line for each size of host memory, in percent of the prompts' tokens."""
     table = make_table(
         *("host memory", "LRU of\nD + H", "predicted", "replayed", "error", "worst"),
@@ -240,25 +138,26 @@ def sizes_table(sizes: Sequence[Sizes]) -> Table:
         "Agents wait: they come when their agent has its answer, so memory changes their order.\n"
         "Of that order: predicted, too, but from a replay in which they come in that order.",
     )
-    for each in sizes:
-        table.add_row(each.name, style="bold")
-        for factor in REPLAYED:
-            runs = [run[factor] for run in each.runs]
-            if not runs:
-                continue
-            errors = [run.predicted - run.replayed for run in runs]
-            in_loop = [run.predicted - run.in_loop for run in runs]
-            table.add_row(
-                f"{factor:g} x",
-                *(f"{100 * fmean(getattr(run, name) for run in runs):.1f}" for name in _SIZES),
-                *(f"{100 * error:+.1f}" for error in (fmean(errors), max(errors, key=abs))),
-                f"{100 * fmean(run.in_loop for run in runs):.1f}",
-                *(f"{100 * error:+.1f}" for error in (fmean(in_loop), max(in_loop, key=abs))),
-                f"{100 * fmean(run.of_order for run in runs):.1f}",
-            )
+    for name, by_seed in sizes.items():
+        table.add_row(name, style="bold")
+        for factor in REPLAYED if by_seed else ():
+            runs = [run[factor] for run in by_seed]
+            cells = [
+                _percent(fmean(getattr(run, key) for run in runs)) for key in ("lru", "predicted")
+            ]
+            for key in ("replayed", "in_loop"):
+                found = [getattr(run, key) for run in runs]
+                errors = [run.predicted - each for run, each in zip(runs, found, strict=True)]
+                worst = max(errors, key=abs)
+                cells += [
+                    _percent(fmean(found)),
+                    f"{100 * fmean(errors):+.1f}",
+                    f"{100 * worst:+.1f}",
+                ]
+            table.add_row(f"{factor:g} x", *cells, _percent(fmean(run.of_order for run in runs)))
         table.add_section()
     return table
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if seconds < 0.01 else f"{seconds * 1e3:.1f}"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

@@ -1,6 +1,5 @@
 """The measured numbers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import reduce
@@ -9,17 +8,12 @@ from operator import add
 from statistics import fmean
 from typing import Any
 
-from examples.bench.tables import percentile, ratio
-from examples.scheduler_bench.contenders import CONTENDERS
+from examples.bench.tables import percentile
 from examples.scheduler_bench.engine import Wait
 from examples.scheduler_bench.plan import Plan
-from examples.scheduler_bench.stopwatch import Cost
 
-GOAL = 1 / 3
-"""Largest share of the rival's time in the hooks, at the large end."""
-
-BYTES_GOAL = 1.15
-"""Most host bytes of a token, over the least."""
+RIVAL = "builtin"
+"""The contender that the others are compared with."""
 LEAST = "least"
 """Names the bytes that any connector needs: a column of the bytes table."""
 
@@ -43,9 +37,6 @@ class Kind(Enum):
     """The same prompt again, after the device has lost it."""
     ON_DEVICE = "on the device"
     """The same prompt again: nothing is new."""
-    STORED_FULL = "stored, tier full"
-    """A prompt of one length, by the host blocks of a tier that has to evict for it."""
-    LOADED_FULL = "loaded, tier full"
 
 
 @dataclass
@@ -54,7 +45,8 @@ class Row:
 
     kind: Kind
     size: int
-    cells: dict[str, Cost]
+    cells: dict[str, float]
+    """By contender, seconds in the connector's hooks."""
 
 
 @dataclass(frozen=True)
@@ -120,34 +112,17 @@ class Outcome:
     """Computed before, and evicted by the tier later."""
     stored: int
     """Blocks."""
-    loaded: int
-    """Blocks."""
     preempted: int
     """How often a request was."""
-    shared: float
-    """Share of the tier that the device had too, mean of samples."""
-    hook_seconds: float
-    """Processor time in the connector's hooks."""
-    steps: int
-    requests: int
     seconds: float
     """Of the engine's clock."""
-    lru_host: int
-    """Tokens that the same requests find in an LRU cache of the tier's size."""
-    lru_both: int
-    """The same of the device's and the tier's size together."""
+    lru: int
+    """Tokens that the same requests find in an LRU cache of the device's and the tier's size
+    together."""
     optimal: int
     """The same if that cache knew the future."""
     first_turns: Waits
     later_turns: Waits
-    known: int = 0
-    """Of conversations that take turns: tokens computed before, in whole blocks."""
-    known_on_device: int = 0
-    """Of these, found on the device."""
-    known_in_host: int = 0
-    """Of these, loaded from the host tier."""
-    host_bytes: int = 0
-    """Of agents: what the tier holds at the end, of the whole server."""
 
     @property
     def found(self) -> int:
@@ -158,24 +133,9 @@ class Outcome:
         """``tokens`` over those of the prompts."""
         return tokens / self.prompt if self.prompt else 0.0
 
-    @property
-    def hit_rate(self) -> float:
-        """Of the host tier: share of the known tokens that were not on the device."""
-        possible = self.known - self.known_on_device
-        return self.known_in_host / possible if possible else 0.0
-
-    @property
-    def overall_hit_rate(self) -> float:
-        """Share of the known tokens that were found, on the device or in the tier."""
-        found = self.known_on_device + self.known_in_host
-        return found / self.known if self.known else 0.0
-
     def __add__(self, other: "Outcome") -> "Outcome":
-        sums = {
-            each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
-        }
-        mean = (self.shared * self.steps + other.shared * other.steps) / sums["steps"]
-        return Outcome(**(sums | {"shared": mean}))
+        names = (each.name for each in fields(self))
+        return Outcome(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the figures of the waits."""
@@ -195,10 +155,6 @@ class Play:
     def outcomes(self) -> dict[str, Outcome]:
         """Of all seeds together."""
         return {name: reduce(add, runs) for name, runs in self.runs.items()}
-
-    def add(self, contender: str, outcome: Outcome) -> None:
-        """Add the outcome of another seed."""
-        self.runs.setdefault(contender, []).append(outcome)
 
     def to_json(self) -> dict[str, Any]:
         outcomes = {name: outcome.to_json() for name, outcome in self.outcomes.items()}
@@ -223,15 +179,6 @@ class Size:
 
 
 @dataclass
-class Sizes:
-    """One contender and trace, and the memory of the replay that the others are predicted from."""
-
-    name: str
-    runs: list[dict[float, Size]] = field(default_factory=list)
-    """By seed and factor."""
-
-
-@dataclass
 class Results:
     """The measurements of a run so far."""
 
@@ -240,11 +187,10 @@ class Results:
     """Processor, versions, date."""
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
-    hits: list[Play] = field(default_factory=list)
-    chats: list[Play] = field(default_factory=list)
-    traces: list[Play] = field(default_factory=list)
-    sizes: list[Sizes] = field(default_factory=list)
-    models: list[Play] = field(default_factory=list)
+    plays: list[Play] = field(default_factory=list)
+    """Chats, replays, and agents of hybrid models."""
+    sizes: dict[str, list[dict[float, Size]]] = field(default_factory=dict)
+    """By trace and the memory that the other sizes are predicted from; then by seed and factor."""
     bytes: dict[str, dict[str, float]] = field(default_factory=dict)
     """By model and contender, host bytes of a token; and the least."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -256,49 +202,4 @@ class Results:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        plays = {
-            name: [play.to_json() for play in getattr(self, name)]
-            for name in ("hits", "chats", "traces", "models")
-        }
-        return vars(self) | plays | {"goals": goals(self)}
-
-
-def rival_of(name: str) -> str:
-    """The contender that ``name`` is compared with; empty if there is none."""
-    return (CONTENDERS[name].rival or "") if name in CONTENDERS else ""
-
-
-def of_rival(row: Row, name: str, value: str = "seconds") -> float | None:
-    """An attribute of a contender's cost over its rival's; None where either is missing."""
-    return ratio(
-        getattr(row.cells.get(name), value, None),
-        getattr(row.cells.get(rival_of(name)), value, None),
-    )
-
-
-def largest_rows(results: Results) -> Mapping[Kind, Row]:
-    """Of each kind that was measured, the row with the largest size."""
-    rows = sorted(results.rows, key=lambda row: row.size)
-    largest = {row.kind: row for row in rows}
-    return {kind: largest[kind] for kind in Kind if kind in largest}
-
-
-def goals(results: Results) -> dict[str, bool]:
-    """The goals, in words with the numbers; True if reached."""
-    found: dict[str, bool] = {}
-    for kind, row in largest_rows(results).items():
-        for name in row.cells:
-            if (share := of_rival(row, name)) is not None:
-                words = f"{kind.value}, {row.size}: {name} takes {share:.2f} of its rival's"
-                found[f"{words} time (goal: {GOAL:.2f})"] = share <= GOAL
-    for play in results.hits:
-        for name, outcome in play.outcomes.items():
-            if (rival := play.outcomes.get(rival_of(name))) is not None:
-                ours, theirs = outcome.hit_rate, rival.hit_rate
-                words = f"{name} hits {ours:.1%}, its rival {theirs:.1%}"
-                found[f"{play.name}: {words}"] = ours >= theirs
-    for model, sizes in results.bytes.items():
-        if (times := ratio(sizes.get("ours"), sizes[LEAST])) is not None:
-            words = f"{model}: a token takes {times:.2f} times the least bytes"
-            found[f"{words} (goal: {BYTES_GOAL})"] = times <= BYTES_GOAL
-    return found
+        return vars(self) | {"plays": [play.to_json() for play in self.plays]}

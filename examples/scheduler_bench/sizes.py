@@ -70,12 +70,7 @@ class _Recorder:
         self._engine = engine
         self._tier = engine.connector.scheduler.tier
         shape = engine.shape
-        self.caches = Caches(
-            shape.device_blocks - 1,
-            shape.host_blocks - 1,
-            self._tier.is_exclusive,
-            DUPLICATES_SHARE if self._tier.is_exclusive else 0.0,
-        )
+        self.caches = Caches(shape.device_blocks - 1, shape.host_blocks - 1, True, DUPLICATES_SHARE)
         self.curve = MissRatioCurve(window=_WARM_UP_ENDS / 2, clock=self._clock)
         self.curve.cover(self.caches.device + FACTORS[-1] * self.caches.host)
         engine.on_hit.append(self._on_hit)

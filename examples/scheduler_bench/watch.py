@@ -14,8 +14,6 @@ from examples.scheduler_bench.results import Outcome
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_SAMPLE_STEPS = 64
-"""Steps between two looks at the tier's copies of the device's blocks."""
 _LATER = 0.5
 """Share of a prompt that was computed before, from which on it is a later turn's."""
 
@@ -26,7 +24,7 @@ class Watch:
 
     def __init__(self, engine: Engine, is_later: "Callable[[Request], bool] | None" = None) -> None:
         """``is_later``: whether a request is a later turn's, of models with several groups. These
-        have no losses, copies and bounds. By default, the share of a prompt that was computed
+        have no losses and bounds. By default, the share of a prompt that was computed
         before tells."""
         self._engine = engine
         self._is_later = is_later
@@ -40,15 +38,11 @@ class Watch:
         self._hits: list[Hit] = []
         self._waits: dict[bool, list[Wait]] = {False: [], True: []}
         """By whether it is a later turn's."""
-        self._num_shared: list[int] = []
-        """Samples of the number of blocks that device and tier both have."""
         self._first: int | None = None
         """The first access that counts."""
         self._start = self._counts()
-        self._next_sample = 0
-        pool: Any = engine.scheduler.kv_cache_manager.block_pool
-        self._device_pool = pool
         if is_later is None:
+            pool: Any = engine.scheduler.kv_cache_manager.block_pool
             # vLLM's own method, which no hook announces.
             pool._maybe_evict_cached_block = partial(self._evict, pool._maybe_evict_cached_block)
             engine.on_end.append(lambda each: self._seen.update(map(bytes, each.block_hashes)))
@@ -56,29 +50,22 @@ class Watch:
 
     def begin(self) -> None:
         """Count from now on."""
-        engine = self._engine
-        engine.stopwatch.drain()
         self._first = len(self._accesses)
         self._start = self._counts()
 
     def outcome(self) -> Outcome:
         """What was counted until now, when all requests are answered."""
-        engine, accesses = self._engine, self._accesses
+        accesses, shape = self._accesses, self._engine.shape
         first = len(accesses) if self._first is None else self._first
-        shape = engine.shape
-        device_blocks, host_blocks = shape.device_blocks - 1, shape.host_blocks - 1
+        num_blocks = shape.device_blocks + shape.host_blocks - 2  # without vLLM's null blocks
         return Outcome(
             prompt=self._num_prompt_tokens,
             device=sum(hit.device for hit in self._hits),
             host=sum(hit.host for hit in self._hits),
             unstored=self._num_unstored * BLOCK_SIZE,
             evicted=self._num_evicted * BLOCK_SIZE,
-            shared=sum(self._num_shared) / max(1, len(self._num_shared)) / max(1, host_blocks),
-            hook_seconds=engine.stopwatch.drain().seconds,
-            requests=len(self._hits),
-            lru_host=lru_hits(accesses, host_blocks, first) * BLOCK_SIZE,
-            lru_both=lru_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
-            optimal=optimal_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
+            lru=lru_hits(accesses, num_blocks, first) * BLOCK_SIZE,
+            optimal=optimal_hits(accesses, num_blocks, first) * BLOCK_SIZE,
             first_turns=(tuple(self._waits[False]),),
             later_turns=(tuple(self._waits[True]),),
             **{name: count - self._start[name] for name, count in self._counts().items()},
@@ -89,14 +76,12 @@ class Watch:
         engine = self._engine
         return {
             "stored": engine.num_stored,
-            "loaded": engine.num_loaded,
             "preempted": engine.num_preempted,
-            "steps": engine.num_steps,
             "seconds": engine.now,
         }
 
     def _on_hit(self, request: "Request", hit: Hit) -> None:
-        engine, counts = self._engine, self._first is not None
+        counts = self._first is not None
         if self._is_later is not None:
             if counts:
                 self._count(request, hit, self._is_later(request), request.num_prompt_tokens)
@@ -119,11 +104,6 @@ class Watch:
             return
         is_later = num_seen >= _LATER * len(blocks) > 0
         self._count(request, hit, is_later, len(blocks) * BLOCK_SIZE)
-        if engine.num_steps >= self._next_sample:
-            self._next_sample = engine.num_steps + _SAMPLE_STEPS
-            has = partial(engine.side.has, engine.connector)
-            keys = [key for each in self._device_pool.blocks if (key := each.block_hash)]
-            self._num_shared.append(sum(map(has, keys)))
 
     def _count(self, request: "Request", hit: Hit, is_later: bool, num_tokens: int) -> None:
         self._hits.append(hit)

@@ -44,7 +44,7 @@ RUN: Mapping[str, Run] = {
     "make test-gpu GPU_PYTHON=python3": Run(
         r"\d{2,}/\d+ tests collected", add="ARGS=--collect-only"
     ),
-    "make bench-scheduler": Run(r"hit rate", add="ARGS=--quick"),
+    "make bench-scheduler": Run(r"host 2 x device, one-offs", add="ARGS=--quick"),
     "python -m tools.vllm_members 0.33.0": Run(r"changed: vllm\..*\n +here: .*\n +there: "),
     'simple-offload doctor --ranks 2 --config {"cpu_bytes_to_use": "64GiB"}': Run(WORKS),
     "simple-offload doctor": Run(WORKS),

@@ -51,9 +51,6 @@ class PathBackend(HostBackend):
         super().open(device)
         (self.blocks,) = device
 
-    def describe_paths(self) -> str:
-        return "load: below 96K by kernel at 47 GB/s, others by DMA at 54 GB/s; store: all by DMA"
-
     def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> Any:
         super().copy(direction, transfer, barrier)
         self.spoil()
@@ -237,7 +234,7 @@ def test_small_copies_beside_a_large_one(
     assert (to_device.small_way, to_host.small_way) == ("load", "store")
     for found in (to_device, to_host):
         assert (found.contender, found.way, found.size) == ("auto", "store", MIB)
-        assert (found.small_bytes, found.repeats, found.made) == (4 * KIB, 2, 2 * 3)
+        assert (found.repeats, found.made) == (2, 2 * 3)
         assert found.gb_per_s == pytest.approx(PLAN.pool_bytes / 0.1 / 1e9)
         assert found.median == pytest.approx(0.03)
         assert found.longest == pytest.approx(0.041)
@@ -284,7 +281,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
     assert "device: NVIDIA H200\n" in captured.out
-    assert "Calibration: load: below 96K by kernel" in captured.out
     for step in ("peak", "4 KiB", "2 MiB"):
         assert f"s  copy_bench: {step}\n" in captured.err
 
@@ -323,7 +319,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for small_way in ("load", "store")
     ]
     assert numbers["seconds"] > 0
-    assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_bytes_exit_with_1(
