@@ -124,7 +124,7 @@ class _Turns:
             handle = os.open(ROOT / _LOCKED, os.O_RDONLY)
             self._lock(handle)
         except OSError as error:
-            _warn_without_turns(str(error))
+            _warn_without_turns(ROOT / _LOCKED, str(error))
         try:
             yield
         finally:
@@ -154,9 +154,8 @@ _TURNS = _Turns()
 
 
 @cache
-def _warn_without_turns(why: str) -> None:
+def _warn_without_turns(folder: Path, why: str) -> None:
     """Log once per reason that processes do not take turns."""
-    folder = ROOT / _LOCKED
     logger.info("Host memory is taken without waiting for other processes: %s (%s)", why, folder)
 
 

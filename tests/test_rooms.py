@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "simple_offload"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "simple_offload"
 ROOMS = ("simple_offload.scheduler", "simple_offload.second_tier", "simple_offload.worker")
 TIER = "simple_offload.scheduler.tier"
 LINKS = {
@@ -30,16 +31,38 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name not in OF_NAMED_TUPLES
+
+
 def insides(source: str) -> set[str]:
-    """Private members of other objects, and links of the free queue, that code uses."""
-    return {
+    """Private members of other objects and modules, and links of the free queue, that code uses."""
+    nodes = [*ast.walk(ast.parse(source))]
+    members = {
         node.attr
-        for node in ast.walk(ast.parse(source))
+        for node in nodes
         if isinstance(node, ast.Attribute)
-        and (node.attr in LINKS or (node.attr.startswith("_") and not node.attr.endswith("__")))
-        and node.attr not in OF_NAMED_TUPLES
         and ast.unparse(node.value) not in ("self", "cls", "super()")
     }
+    members |= {
+        each.name for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names
+    }
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            names = [each for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            members |= {str(each.value) for each in names}
+    return {name for name in members if name in LINKS or is_private(name)}
+
+
+def own_names(path: Path) -> Iterator[str]:
+    """Names that a file defines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 @pytest.mark.parametrize(
@@ -101,6 +124,19 @@ def test_the_insides_of_vllm_and_of_the_tier_are_used_in_their_own_files_only() 
                 assert not insides(path.read_text()), path
 
 
+def test_tests_look_inside_in_one_place() -> None:
+    """``integrity.py`` checks what no public member shows, and bugs are planted inside."""
+    private = {name for path in PACKAGE.rglob("*.py") for name in own_names(path)}
+    private = set(filter(is_private, private))
+    assert {"_order", "_touch", "_Load", "_MOST_CHUNKS"} <= private
+    simulation = TESTS / "simulation"
+    for path in TESTS.rglob("*.py"):
+        if path != simulation / "integrity.py" and path.parent != simulation / "mutations":
+            assert not insides(path.read_text()) & private, path
+
+
 def test_the_check_sees_what_it_forbids() -> None:
     source = "tier._order.early; block.next_free_block; self._order.early; row._replace()"
     assert insides(source) == {"_order", "next_free_block"}
+    assert insides("from simple_offload.memory import GIB, _touch") == {"_touch"}
+    assert insides("monkeypatch.setattr(tier, '_order', None)") == {"_order"}

@@ -1,5 +1,8 @@
-"""CudaBackend's decisions about a copy, and their streams and pieces: no GPU needed."""
+"""CudaBackend's decisions about a copy, their streams and pieces, and how it pins memory: no GPU
+needed."""
 
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,70 +11,132 @@ import pytest
 import torch
 
 from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda import backend as backend_module
+from simple_offload.backends.cuda import copy_costs
+from simple_offload.backends.cuda import queues as queues_module
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts, PathCost
-from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
+from simple_offload.backends.cuda.queues import classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
 from simple_offload.transfer import Transfer
+from simple_offload.worker.host_pool import HostPool
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MIB = 1 << 20
 
 
-class Queues(CudaQueues):
-    """Streams without a device. ``log``: the stream, "copy", "copy with lock", "mark" or "after"
-    another stream, and bytes."""
+class Stream:
+    """Of a GPU that is not there; or an event."""
+
+    def __init__(self, gpu: "Gpu") -> None:
+        self._gpu = gpu
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._gpu.note(self, f"after {self._gpu.number(other)}")
+
+    def record(self, stream: "Stream") -> None:
+        self._gpu.note(stream, "mark")
+
+
+class Gpu:
+    """What torch and the driver say of a GPU, without one. Its clock passes while the driver pins
+    memory, and while the thread sleeps."""
+
+    PIN_SECONDS = 0.09 / 2**30
+    """For a byte. Launches wait meanwhile."""
 
     def __init__(self) -> None:
-        self.kernel_on = None
-        self.log: list[tuple[str, str, int]] = []
-        self._streams = {direction: self._stream(direction.value) for direction in Direction}
-        self._spare_streams = {direction: self._stream("spare") for direction in Direction}
-        self.submit_dma = self._note
+        self.log: list[tuple[int, str, int]] = []
+        """The stream, numbered by first use, then "copy", "copy with lock", "mark" or "after"
+        another stream, and bytes."""
+        self.turns: list[tuple[str, float]] = []
+        """Seconds in which the driver pins, and those in which the thread sleeps."""
+        self._streams: list[Any] = []
+        cudart = SimpleNamespace(cudaHostRegister=self._pin, cudaHostUnregister=lambda address: 0)
+        cuda = SimpleNamespace(
+            Stream=lambda *_, **__: Stream(self),
+            Event=lambda **_: Stream(self),
+            current_device=lambda: 0,
+            set_device=lambda device: None,
+            cudart=lambda: cudart,
+        )
+        self.torch = SimpleNamespace(
+            cuda=cuda, device=lambda *_: torch.device("meta"), empty=torch.empty, int8=torch.int8
+        )
+        self.time = SimpleNamespace(
+            monotonic=lambda: sum(seconds for _, seconds in self.turns),
+            sleep=lambda seconds: self.turns.append(("sleep", seconds)),
+        )
+        self.driver = SimpleNamespace(
+            CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+            cuThreadExchangeStreamCaptureMode=lambda mode: (0, 0),
+            cuDeviceGet=lambda index: (0, index),
+            cuDeviceGetPCIBusId=lambda length, device: (0, b"0000:3b:00.0\0"),
+        )
 
-    def _stream(self, name: str) -> Any:
-        def wait_stream(other: Any) -> None:
-            self.log.append((name, f"after {other.name}", 0))
+    def number(self, stream: Any) -> int:
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
-        return SimpleNamespace(name=name, wait_stream=wait_stream)
+    def note(self, stream: Any, kind: str, num_bytes: int = 0) -> None:
+        self.log.append((self.number(stream), kind, num_bytes))
 
-    def _note(self, plan: Descriptors, direction: Direction, stream: Any, keep_lock: bool) -> None:
-        streams: Any = self._streams
-        assert stream is streams[direction]
-        kind = "copy with lock" if keep_lock else "copy"
-        self.log.append((stream.name, kind, int(plan.sizes.sum())))
+    def submit(self, plan: Descriptors, _: Direction, stream: Any, keep_lock: bool) -> None:
+        self.note(stream, "copy with lock" if keep_lock else "copy", int(plan.sizes.sum()))
 
-    def begin(self, direction: Direction, barrier: Any) -> Any:
-        return "start"
-
-    def mark(self, stream: Any) -> Any:
-        self.log.append((stream.name, "mark", 0))
-        return "mark"
-
-    def take(self, *kinds: str) -> list[tuple[str, str, int]]:
+    def take(self, *kinds: str) -> list[tuple[int, str, int]]:
         """Entries of these kinds, without those of earlier calls."""
         taken = [entry for entry in self.log if entry[1].split()[0] in kinds]
         self.log.clear()
         return taken
 
+    def _pin(self, _address: int, num_bytes: int, _flags: int) -> int:
+        self.turns.append(("pin", num_bytes * self.PIN_SECONDS))
+        return 0
 
-def make_backend(
-    page: int, num_regions: int = 1, *, kernel: bool = False
-) -> tuple[CudaBackend, Queues]:
-    """A backend whose costs send descriptors of less than 64 KiB by kernel, if there is one."""
-    backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
-    num_blocks = 1 << 16
-    pages = np.full(num_regions, page, np.uint64)
-    bases = np.zeros((num_regions, 1), np.uint64)
-    regions = Regions(bases, pages, pages, num_blocks, num_blocks, is_dense=True)
-    crossing = 64 << 10 if kernel else 0
-    costs = CopyCosts(crossing, PathCost(2e-6, 3e-11), PathCost(1e-7, 3e-11), 1e-5)
-    backend._costs = dict.fromkeys(Direction, costs)
-    backend._copy_path = "auto"
-    backend._block_bytes = regions.block_bytes
-    backend._classes = classify_regions(regions, regions, None)
-    backend._queues = queues = Queues()
-    return backend, queues
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    bindings = SimpleNamespace(driver=gpu.driver)
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, bindings)
+    for module in (backend_module, queues_module):
+        monkeypatch.setattr(module, "torch", gpu.torch)
+    monkeypatch.setattr(backend_module, "time", gpu.time)
+    monkeypatch.setattr(queues_module, "resolve_dma", lambda: gpu.submit)
+    # Untouched, so that it takes no memory.
+    monkeypatch.setattr(
+        backend_module, "map_memory", lambda size, node: torch.empty(size, dtype=torch.int8)
+    )
+    return gpu
+
+
+MakeBackend = Callable[..., CudaBackend]
+
+
+@pytest.fixture
+def make_backend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
+    """A function that makes a backend. Its measurement sends descriptors of less than 64 KiB by
+    kernel, if there is one."""
+
+    def make(
+        page: int, num_regions: int = 1, *, kernel: bool = False, has_host: bool = True
+    ) -> CudaBackend:
+        crossing = 64 << 10 if kernel else 0
+        costs = CopyCosts(crossing, PathCost(2e-6, 3e-11), PathCost(1e-7, 3e-11), 1e-5)
+        monkeypatch.setattr(copy_costs, "measure_direction", lambda *_: costs)
+        backend = CudaBackend("auto" if kernel else "dma")
+        regions = [torch.empty(1 << 16, page, dtype=torch.int8, device="meta")] * num_regions
+        backend.open(regions)
+        if has_host:
+            backend.add_host_chunk(regions)
+        gpu.log.clear()
+        gpu.turns.clear()
+        return backend
+
+    return make
 
 
 def scattered(count: int) -> Transfer:
@@ -90,20 +155,20 @@ def scattered(count: int) -> Transfer:
     ],
 )
 def test_loads_of_few_descriptors_are_quick(
-    page: int, num_regions: int, kernel: bool, few: int, many: int
+    make_backend: MakeBackend, page: int, num_regions: int, kernel: bool, few: int, many: int
 ) -> None:
     """No request waits for a store."""
-    backend, _ = make_backend(page, num_regions, kernel=kernel)
+    backend = make_backend(page, num_regions, kernel=kernel)
     assert backend.is_quick(LOAD, scattered(few))
     assert not backend.is_quick(LOAD, scattered(many))
     assert not backend.is_quick(STORE, scattered(1))
 
 
-def test_only_a_quick_copy_keeps_the_lock() -> None:
-    backend, queues = make_backend(2 * MIB)
+def test_only_a_quick_copy_keeps_the_lock(gpu: Gpu, make_backend: MakeBackend) -> None:
+    backend = make_backend(2 * MIB)
     for copy, kind in ((backend.copy, "copy"), (backend.copy_quickly, "copy with lock")):
         copy(LOAD, scattered(64), None)
-        assert {entry[1] for entry in queues.take("copy")} == {kind}
+        assert {entry[1] for entry in gpu.take("copy")} == {kind}
 
 
 # Pieces and streams
@@ -113,32 +178,36 @@ def test_only_a_quick_copy_keeps_the_lock() -> None:
     ("direction", "page", "count", "expected"),
     [
         # The first piece is a smaller one; each later one of a load has 64 MiB or just more.
-        (LOAD, 6 * MIB, 14, [("load", 12 * MIB), ("spare", 66 * MIB), ("load", 6 * MIB)]),
-        (STORE, 6 * MIB, 7, [("store", 12 * MIB), ("spare", 18 * MIB), ("store", 12 * MIB)]),
+        (LOAD, 6 * MIB, 14, [(0, 12 * MIB), (1, 66 * MIB), (0, 6 * MIB)]),
+        (STORE, 6 * MIB, 7, [(0, 12 * MIB), (1, 18 * MIB), (0, 12 * MIB)]),
         # The device begins when the driver has read all descriptors of a call: 256.
-        (LOAD, 4096, 600, [("load", 1 * MIB), ("spare", 1 * MIB), ("load", 88 * 4096)]),
+        (LOAD, 4096, 600, [(0, 1 * MIB), (1, 1 * MIB), (0, 88 * 4096)]),
     ],
 )
 def test_copies_go_in_pieces(
-    direction: Direction, page: int, count: int, expected: list[tuple[str, int]]
+    gpu: Gpu,
+    make_backend: MakeBackend,
+    direction: Direction,
+    page: int,
+    count: int,
+    expected: list[tuple[int, int]],
 ) -> None:
-    backend, queues = make_backend(page)
-    backend.copy(direction, scattered(count), None)
-    assert [(stream, size) for stream, _, size in queues.take("copy")] == expected
+    make_backend(page).copy(direction, scattered(count), None)
+    assert [(stream, size) for stream, _, size in gpu.take("copy")] == expected
 
 
-def test_a_store_changes_streams_and_keeps_its_order() -> None:
+def test_a_store_changes_streams_and_keeps_its_order(gpu: Gpu, make_backend: MakeBackend) -> None:
     """Each piece waits for the one before, including the last piece of the previous copy."""
-    backend, queues = make_backend(6 * MIB)
+    backend = make_backend(6 * MIB)
     backend.copy(STORE, scattered(5), None)
     backend.copy(STORE, scattered(1), None)
-    assert queues.take("copy", "after") == [
-        ("store", "copy", 12 * MIB),
-        ("spare", "after store", 0),
-        ("spare", "copy", 18 * MIB),
-        ("store", "after spare", 0),
-        ("store", "copy", 6 * MIB),
-        ("spare", "after store", 0),
+    assert gpu.take("copy", "after") == [
+        (0, "copy", 12 * MIB),
+        (1, "after 0", 0),
+        (1, "copy", 18 * MIB),
+        (0, "after 1", 0),
+        (0, "copy", 6 * MIB),
+        (1, "after 0", 0),
     ]
 
 
@@ -156,16 +225,40 @@ def test_a_store_changes_streams_and_keeps_its_order() -> None:
     ],
 )
 def test_few_events_and_one_behind_the_last_byte(
-    direction: Direction, page: int, count: int, num_events: int
+    gpu: Gpu,
+    make_backend: MakeBackend,
+    direction: Direction,
+    page: int,
+    count: int,
+    num_events: int,
 ) -> None:
-    backend, queues = make_backend(page)
-    seconds = [mark.seconds for mark in backend.copy(direction, scattered(count), None).marks]
-    log = queues.take("copy", "mark")
+    pending = make_backend(page).copy(direction, scattered(count), None)
+    seconds = [mark.seconds for mark in pending.marks]
+    start, *log = gpu.take("copy", "mark")
+    assert start[1] == "mark"
     assert [entry[1] for entry in log].count("mark") == len(seconds) == num_events
     assert log[-1][1] == "mark"
     assert sum(size for _, _, size in log) == count * page
     assert sum(seconds) == pytest.approx(count * max(2e-6, page * 3e-11))
     assert count == 0 or min(seconds) > 0
+
+
+# Host memory
+
+
+def test_launches_wait_for_milliseconds_while_a_tier_opens(
+    gpu: Gpu, make_backend: MakeBackend
+) -> None:
+    """The driver's lock is not fair: after each call they get as long to take it."""
+    pool = HostPool(make_backend(2 * MIB, has_host=False), [2 * MIB], 512)
+    pool.open()
+    pool.join()
+    pins, sleeps = gpu.turns[::2], gpu.turns[1::2]
+    assert sum(seconds for _, seconds in pins) == pytest.approx(2**30 * gpu.PIN_SECONDS)
+    for pin, sleep in zip(pins, sleeps, strict=True):
+        assert (pin[0], sleep[0]) == ("pin", "sleep")
+        assert sleep[1] == pytest.approx(pin[1])
+        assert pin[1] < 0.01
 
 
 # Regions

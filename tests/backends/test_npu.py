@@ -1,6 +1,7 @@
 """NpuBackend. Copies run on the real torch_npu, in a separate process over the simulated ACL
 runtime. Refusals to start run in processes that lack a requirement."""
 
+import ctypes
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -125,13 +126,16 @@ def test_a_cann_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "why"), [("libno.so", "libno.so: cannot open"), ("libm.so.6", "undefined symbol")]
+    ("library", "why"),
+    [(acl.LIBRARY, f"{acl.LIBRARY}: cannot open"), ("libm.so.6", "undefined symbol")],
 )
 def test_a_library_that_is_no_runtime(
     monkeypatch: pytest.MonkeyPatch, library: str, why: str
 ) -> None:
+    """There is none here, or another one has its name."""
+    load = ctypes.CDLL
     monkeypatch.setitem(sys.modules, "torch_npu", Mock())
-    monkeypatch.setattr(acl, "LIBRARY", library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(library))
     with pytest.raises(ConfigError) as caught:
         NpuBackend()
     for part in ("backend='npu'", why, "set_env.sh"):

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreRequest
 from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.engine.workloads import shared_prefix_asks
+from tests.simulation import integrity
 
 
 def play_new_weights(
@@ -92,7 +93,7 @@ def _play_a_session(
     add("cached", cached, resumable=False)
     step()
     if engine.offload is not None:
-        assert engine.offload._parked._requests, "no request is parked"
+        assert integrity.num_parked(engine.offload), "no request is parked"
     add("session", inputs[1], resumable=True)
     step_until(4, "session")
     add("session", (0,), resumable=False)  # its end

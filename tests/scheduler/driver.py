@@ -206,7 +206,7 @@ class Driver:
     @property
     def num_stored(self) -> int:
         """Number of blocks in all stores submitted so far."""
-        return sum(len(store.host_blocks) for store in self.world._stores.values())
+        return sum(len(store.host_blocks) for store in self.world.stores.values())
 
     @property
     def num_kept(self) -> int:

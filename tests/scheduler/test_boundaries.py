@@ -47,6 +47,17 @@ def test_the_turn_before_the_last_hit_makes_room_first(drive: MakeDriver, on_dev
     assert [begins(driver, history) for history in others] == before
 
 
+def test_where_two_conversations_went_on_stays(drive: MakeDriver) -> None:
+    """Although the first had released it before the second began."""
+    driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=70)
+    first = turn(driver, "first", prompt(16), 3)
+    turn(driver, "third", turn(driver, "second", first, 4), 5)
+    assert turn(driver, "first again", prompt(16), 3) == first
+    turn(driver, "other third", turn(driver, "other second", first, 6), 7)
+    evict_some(driver)
+    assert begins(driver, first) == len(first) // 4 * 4
+
+
 def test_earlier_turns_make_room_for_their_own_session(drive: MakeDriver) -> None:
     """Although the device still has what they left."""
     driver = drive(windows=(0, 8), num_device_blocks=60, num_host_blocks=40)

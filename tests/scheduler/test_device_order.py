@@ -1,12 +1,12 @@
 """Stored blocks keep their place in the device's order of eviction, and in the tier's."""
 
 from itertools import takewhile
-from typing import Any
 
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, make_request, prompt
+from tests.simulation.integrity import num_safe_of
 
 
 def order(driver: Driver) -> list[int]:
@@ -72,8 +72,7 @@ def test_blocks_that_return_behind_the_scan_s_place_are_not_known_as_safe(
     driver.step(2)
     driver.copy_all()
     driver.step()
-    policy: Any = driver.scheduler._policy
-    assert 0 < policy._scan.num_safe <= num_safe(driver)
+    assert 0 < num_safe_of(driver.scheduler) <= num_safe(driver)
 
 
 SPARSE = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "lazy": True, "num_host_blocks": 400}

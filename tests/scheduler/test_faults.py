@@ -127,7 +127,7 @@ def test_a_broken_rank_switches_the_tier_off(
     while "a" in driver.world.requests:
         driver.step()
         driver.copy_all()
-    driver.step_until(lambda: driver.scheduler._gate.is_closed)
+    driver.step_until(lambda: "the host tier is switched off" in caplog.text)
     assert not other.is_finished()
     driver.run()
     assert driver.num_kept == 0

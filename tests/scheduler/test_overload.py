@@ -9,7 +9,7 @@ import pytest
 from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
-from tests.simulation.integrity import pretend_overload
+from tests.simulation.integrity import pretend_overload, reuse_of
 
 BLOCKS = 8
 """Of each agent's prompt."""
@@ -105,9 +105,7 @@ def test_a_tier_of_a_model_with_several_groups_notices_it(
 def in_overload(drive: MakeDriver, **shape: Any) -> Driver:
     """A driver in an overload. Its tier has room for twenty prompts of ``fill``."""
     driver = drive(**{"num_device_blocks": 60, "num_host_blocks": 101} | shape)
-    pretend_overload(driver.scheduler)
-    reuse: Any = driver.scheduler._policy._reuse
-    reuse._random.random = lambda: 1.0
+    pretend_overload(driver.scheduler, admits_none=True)
     return driver
 
 
@@ -144,7 +142,7 @@ def test_what_two_requests_compute_one_after_the_other_is_stored(
     ``admitted``: the request that chance admits."""
     driver = in_overload(drive, **shape)
     driver.fill(40, first=0)
-    reuse: Any = driver.scheduler._policy._reuse
+    reuse: Any = reuse_of(driver.scheduler)
     numbers = count()
     reuse.admits_next = lambda: next(numbers) == admitted
     driver.start("a", prompt(25, 60))

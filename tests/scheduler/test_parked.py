@@ -15,6 +15,7 @@ from simple_offload.scheduler.parked import Parked
 from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.simulation.integrity import parked_of
 
 LARGE = 32
 """Tokens of a prompt. 10 to 12 device blocks are room for it, but not beside a parked request."""
@@ -148,7 +149,7 @@ def test_without_both_rules_parked_requests_stand_still(
 
 def test_a_request_that_has_grown_needs_more_room(drive: MakeDriver) -> None:
     """It has asked before, when it was shorter."""
-    parked = drive(num_device_blocks=13).scheduler._parked
+    parked = parked_of(drive(num_device_blocks=13).scheduler)
     short, long = (make_request("grows", prompt(size)) for size in (16, 32))
     other = make_request("other", prompt(16))
     parked.add(other)

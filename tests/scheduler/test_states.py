@@ -1,16 +1,19 @@
 """State layers (Mamba and the like): one block holds all of a prefix."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policy.at_once import _boundary_states
 from simple_offload.scheduler.tier import block_pool
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import get
 from tests.simulation.integrity import groups_of
+from tests.simulation.watch import watch
 
 STATE = 1
 """The group of states, after one of full attention."""
@@ -99,32 +102,40 @@ def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -
 # States that vLLM hands over
 
 
-def handed_over(driver: Driver, request: Request, num_tokens: int) -> SchedulerOutput:
-    """A step with which vLLM hands the request's state block over."""
-    manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]
-    block = manager.req_to_blocks[request.request_id][num_tokens // 4 - 1]
-    scheduled = SchedulerOutput.make_empty()
-    scheduled.kv_connector_block_state = KVConnectorBlockState(
+@pytest.mark.parametrize(
+    ("gone", "is_stored"),
+    [
+        ({}, True),
+        ({"preempted_req_ids": {"b"}}, True),
+        ({"preempted_req_ids": {"a"}}, False),
+        ({"finished_req_ids": {"a"}}, False),
+    ],
+)
+def test_states_of_requests_that_give_up_their_blocks_are_not_stored(
+    drive: MakeDriver, gone: dict[str, Any], is_stored: bool
+) -> None:
+    """With the step in which vLLM hands them over: that does not complete them."""
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
+    request = driver.start("a", prompt(18), max_tokens=20)
+    driver.step()
+    driver.copy_all()
+    driver.step()
+    key = driver.scheduler.groups.key_at(request.block_hashes, STATE, 16)
+    driver.tier.drop(driver.tier.blocks_at(driver.tier.ids_of([key])))
+    (block,) = block_pool.blocks_with(driver.device_pool, [key])
+    state = KVConnectorBlockState(
         req_ids=set(),
         resolve_block_ids=lambda _: (),
-        boundary_state_offloads={request.request_id: [(STATE, block.block_id, num_tokens)]},
+        boundary_state_offloads={"a": [(STATE, block.block_id, 16)]},
     )
-    return scheduled
-
-
-def test_states_of_requests_that_give_up_their_blocks_do_not_count(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1)
-    request = driver.start("a", prompt(18), max_tokens=2)
+    watch(
+        driver.scheduler,
+        "build_connector_meta",
+        lambda build, step: build(replace(step, kv_connector_block_state=state, **gone)),
+    )
     driver.step()
-    scheduled = handed_over(driver, request, 16)
-    states = _boundary_states(scheduled)
-    assert [num_tokens for _, _, num_tokens in states["a"]] == [16]
-    scheduled.preempted_req_ids = {"b"}
-    assert _boundary_states(scheduled) == states
-    scheduled.preempted_req_ids = {"a"}
-    assert _boundary_states(scheduled) == {}
-    scheduled.preempted_req_ids, scheduled.finished_req_ids = None, {"a"}
-    assert _boundary_states(scheduled) == {}
+    stored = [i for store in driver.pending(STORE) for i in store.device_blocks.tolist()]
+    assert (block.block_id in stored) is is_stored
     driver.run()
 
 

@@ -10,6 +10,7 @@ from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get
+from tests.simulation.integrity import stores_of
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
@@ -451,7 +452,7 @@ def test_each_block_is_stored_with_the_step_that_completes_it(
     driver = drive(**sizes | shape, retention=None, async_scheduling=async_scheduling)
     driver.fill(20, first=1)
     request = driver.start("a", prompt(29), max_tokens=4)
-    stored = driver.scheduler._stores
+    stored = stores_of(driver.scheduler)
     while not request.is_finished():
         driver.step()
         driver.copy_all()

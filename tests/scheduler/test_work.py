@@ -30,7 +30,7 @@ from simple_offload.transfer import BlockIds
 from tests.scheduler.driver import make_request
 from tests.scheduler.tiers import make_tier
 from tests.scheduler.work import Rig, Work, count_work
-from tests.simulation.integrity import pool_of
+from tests.simulation.integrity import groups_of, pool_of
 
 
 def keys_of(chain: int, count: int) -> list[BlockHashWithGroupId]:
@@ -80,13 +80,13 @@ def device_lost(tier: int = 1024, blocks: int = 32) -> Work:
     for chain in range(0, tier // 32, 2):
         ids = ids_of(full, chain, 32)
         full.device_lost(ids, np.ones(len(ids), np.bool_))
-    full._order._settle()
+    full.release(())
     ids = ids_of(full, NEW, blocks)
     hit = np.ones(len(ids), np.bool_)
 
     def lose_and_settle() -> None:
         full.device_lost(ids, hit)
-        full._order._settle()
+        full.release(())
 
     return count_work(lose_and_settle)
 
@@ -110,7 +110,7 @@ def losses_in_a_row(tier: int = 1024, blocks: int = 32) -> Work:
 def allocate(tier: int = 1024, blocks: int = 32) -> Work:
     """Evict contents on probation, then duplicates; and commit the blocks."""
     full = full_tier(tier)
-    num_others = full.num_used - full._order.num_duplicates
+    num_others = full.num_used - full.num_duplicates
     full.allocate(num_others - blocks // 2)
 
     def store_new() -> None:
@@ -344,12 +344,12 @@ def alternating_priorities(waiting: int = 64) -> Work:
     """A step in which a request gets its blocks: in turn one that comes before ``waiting`` others,
     and the first of these. Eight blocks are reserved for each of the others."""
     tier = make_tier(4096)
-    reservations = QueueReservations(tier, tier._groups, pool_of(make_tier(1)), by_priority=True)
+    reservations = QueueReservations(tier, groups_of(tier), pool_of(make_tier(1)), by_priority=True)
     requests = [make_request(f"{number}", [number] * 33) for number in range(waiting)]
     urgent = [make_request(f"urgent {number}", [number] * 32 + [0]) for number in range(4)]
     for request in requests:
         request.priority = 1
-        keys = tier._groups.keys(request.block_hashes, 0)
+        keys = groups_of(tier).keys(request.block_hashes, 0)
         tier.commit(Run((), keys, on_device=False, host_blocks=tier.allocate(8)))
         reservations.add(request)
     reservations.on_step()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
@@ -25,7 +26,13 @@ from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
 from simple_offload.vllm_compat import make_host_coordinator
-from tests.simulation.integrity import check_tier, pool_of
+from tests.simulation.integrity import (
+    check_tier,
+    free_queues_of,
+    is_duplicate,
+    is_protected,
+    pool_of,
+)
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
 
@@ -36,13 +43,20 @@ _NAMES: dict[BlockHashWithGroupId, str] = {}
 def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,), num_sub_blocks: int = 1) -> CpuTier:
     """A tier with room for ``num_blocks`` blocks; ``windows`` and ``num_sub_blocks`` as in
     Shape."""
+    return make_tier_of_vllm(num_blocks, windows, num_sub_blocks)[0]
+
+
+def make_tier_of_vllm(
+    num_blocks: int, windows: tuple[int, ...], num_sub_blocks: int = 1
+) -> tuple[CpuTier, KVCacheCoordinator]:
+    """Such a tier, and what it is made of."""
     shape = Shape(num_device_blocks=num_blocks + 1, block_size=BLOCK_SIZE, windows=windows)
     config = host_groups(shape.kv_cache_config(), num_sub_blocks)
     size = BLOCK_SIZE * num_sub_blocks
     coordinator = make_host_coordinator(config, _vllm_config(), size, size)
     groups = Groups(coordinator, BLOCK_SIZE, num_sub_blocks)
     is_exclusive = windows == (0,) and num_sub_blocks == 1
-    return CpuTier(coordinator, groups, Meter(), is_exclusive=is_exclusive)
+    return CpuTier(coordinator, groups, Meter(), is_exclusive=is_exclusive), coordinator
 
 
 @lru_cache(maxsize=1)
@@ -142,7 +156,7 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 def queues(tier: CpuTier) -> list[list[str]]:
     """Names of the free blocks, the next to leave first: empty ones and those on probation, the
     protected ones, and duplicates. Without reserved ones."""
-    probation, protected, _, empty, duplicates = tier._order._queues
+    probation, protected, _, empty, duplicates = free_queues_of(tier)
     free = [*empty.get_all_free_blocks(), *probation.get_all_free_blocks()]
     rest = [queue.get_all_free_blocks() for queue in (protected, duplicates)]
     return [names(blocks) for blocks in (free, *rest)]
@@ -150,12 +164,12 @@ def queues(tier: CpuTier) -> list[list[str]]:
 
 def reserved(tier: CpuTier) -> list[str]:
     """Names of the free blocks that are reserved, the next to leave first."""
-    return names(tier._order._queues[2].get_all_free_blocks())
+    return names(free_queues_of(tier)[2].get_all_free_blocks())
 
 
 def check_links(tier: CpuTier) -> None:
     """Each queue is linked in both directions, and ends after its last block."""
-    for queue in tier._order._queues:
+    for queue in free_queues_of(tier):
         block: Any = queue.fake_free_list_head
         for _ in range(queue.num_free_blocks + 1):
             following = block.next_free_block
@@ -166,20 +180,19 @@ def check_links(tier: CpuTier) -> None:
 
 def settle(tier: CpuTier) -> None:
     """Move what the device has lost, as an eviction does first."""
-    tier._order._settle()
+    tier.release(())
     check_tier(tier)
 
 
 def protected(tier: CpuTier) -> set[str]:
     """Names of the protected blocks, free or pinned, when all have moved that have to."""
     settle(tier)
-    return {name for name in contents(tier) if tier._order._codes[block(tier, name).block_id] == 1}
+    return {name for name in contents(tier) if is_protected(tier, block(tier, name))}
 
 
 def duplicates(tier: CpuTier) -> set[str]:
     """Names of the duplicates, free or pinned."""
-    codes = tier._order._codes
-    return {name for name in contents(tier) if codes[block(tier, name).block_id] & 4}
+    return {name for name in contents(tier) if is_duplicate(tier, block(tier, name))}
 
 
 def leave(tier: CpuTier) -> list[str]:

@@ -243,7 +243,7 @@ def test_answers_are_there_when_vllm_comes_to_the_request(server: Server) -> Non
     assert not server.ask(request)
     for each in (request, other):
         server.finish(each)
-    assert not server.behind._asked
+    assert not server.behind.asked
     assert results(server) == {"hit": 1}
 
 

@@ -65,7 +65,8 @@ class Attribution:
 
     def end_step(self) -> None:
         """A step has been scheduled."""
-        for pool in (self._scheduler._device_pool, integrity.pool_of(self._scheduler.tier)):
+        scheduler = self._scheduler
+        for pool in (integrity.device_pool_of(scheduler), integrity.pool_of(scheduler.tier)):
             self._ever.update(map(get_block_hash, pool.cached_block_hash_to_block._cache))
 
     def check(self, counted: Ledger) -> None:

@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
 from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.protections import PROTECTIONS_SHARE
 from simple_offload.scheduler.policy.residency import Residency
+from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.prompt_records import PromptRecords
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -23,6 +29,7 @@ from simple_offload.scheduler.tier.eviction_order import (
     _DUPLICATES,
     _EMPTY,
     _LOST,
+    _PROTECTED,
     _RESERVED,
 )
 from simple_offload.scheduler.tier.groups import Groups
@@ -34,6 +41,83 @@ from tests.simulation.watch import watch
 def pool_of(tier: CpuTier) -> BlockPool:
     """The tier's blocks."""
     return tier._pool
+
+
+def free_queues_of(tier: CpuTier) -> list[FreeKVCacheBlockQueue]:
+    """The tier's free blocks: on probation, protected, reserved, empty, and duplicates."""
+    return tier._order._queues
+
+
+def is_protected(tier: CpuTier, block: KVCacheBlock) -> bool:
+    """Whether a block, free or pinned, is protected, and no duplicate."""
+    return tier._order._codes[block.block_id] == _PROTECTED
+
+
+def is_duplicate(tier: CpuTier, block: KVCacheBlock) -> bool:
+    """Whether a block, free or pinned, is a duplicate."""
+    return tier._order._codes[block.block_id] & _DUPLICATE > 0
+
+
+def num_places_of(tier: CpuTier) -> int:
+    """The most ranks that share the tier's memory."""
+    return tier._num_places
+
+
+def device_pool_of(scheduler: OffloadScheduler) -> BlockPool:
+    """The device's blocks."""
+    return scheduler._device_pool
+
+
+def stores_of(scheduler: OffloadScheduler) -> Stores:
+    """Stores that are planned or in flight."""
+    return scheduler._stores
+
+
+def loads_of(scheduler: OffloadScheduler) -> Loads:
+    """Loads that are planned or in flight."""
+    return scheduler._loads
+
+
+def parked_of(scheduler: OffloadScheduler) -> Parked:
+    """Requests that have device blocks for a load."""
+    return scheduler._parked
+
+
+def reuse_of(scheduler: OffloadScheduler) -> Reuse:
+    """What notices an overload."""
+    return scheduler._policy._reuse
+
+
+def num_in_flight(part: Loads | Stores) -> int:
+    """How many loads or stores some rank has not reported."""
+    return len(part._in_flight)
+
+
+def num_parked(scheduler: OffloadScheduler) -> int:
+    """How many requests have device blocks for a load."""
+    return len(scheduler._parked._requests)
+
+
+def keys_to_come(scheduler: OffloadScheduler) -> set[BlockHashWithGroupId]:
+    """Keys on their way to the tier."""
+    stores = scheduler._stores
+    return set().union(*(store.keys for store in (stores._planned, *stores._in_flight.values())))
+
+
+def ids_to_come(scheduler: OffloadScheduler) -> set[int]:
+    """Ids of the host blocks whose contents vLLM will find on the device when loads end."""
+    loads = scheduler._loads
+    return {
+        block.block_id
+        for load in (*loads._planned, *loads._in_flight.values())
+        if not load.admitted and not load.orphaned
+        for block in load.pins
+    }
+
+
+def ids_of_hit(scheduler: OffloadScheduler, request_id: str) -> list[int]:
+    """Ids of the host blocks of the hit that a request was offered."""
+    return [block.block_id for block in scheduler._loads._hits[request_id].hit.pins]
 
 
 def has_key(pool: BlockPool, key: BlockHashWithGroupId) -> bool:
@@ -141,6 +225,12 @@ def residency_of(scheduler: OffloadScheduler) -> Residency | None:
     return policy._residency if isinstance(policy, BeforeEviction) else None
 
 
+def num_safe_of(scheduler: OffloadScheduler) -> int:
+    """Blocks at the front of the device's free queue that the policy knows as safe."""
+    policy = scheduler._policy
+    return policy._scan.num_safe if isinstance(policy, BeforeEviction) else 0
+
+
 def min_ahead_of(scheduler: OffloadScheduler) -> int:
     """Blocks at the front of the device's free queue that the policy keeps safe."""
     policy = scheduler._policy
@@ -208,16 +298,24 @@ def bypassed(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:
     return dict(residency._bypassed) if residency is not None else {}
 
 
-def pretend_overload(scheduler: OffloadScheduler) -> None:
-    """Let the policy believe that requests want new contents only after the tier has lost them."""
+def pretend_overload(scheduler: OffloadScheduler, *, admits_none: bool = False) -> None:
+    """Let the policy believe that requests want new contents only after the tier has lost them.
+    ``admits_none``: chance admits no request then."""
     reuse: Any = scheduler._policy._reuse
     reuse._is_worth_keeping = lambda: True
+    if admits_none:
+        reuse._random.random = lambda: 1.0
 
 
 def set_clock(scheduler: OffloadScheduler, now: Callable[[], float]) -> None:
     """Let protections end by this clock."""
     protections: Any = scheduler._policy._protections
     protections.clock = now
+
+
+def has_to_wait(second_tier: SecondTier, request_id: str) -> bool:
+    """Whether a request waits for objects."""
+    return request_id in second_tier._waits
 
 
 def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:

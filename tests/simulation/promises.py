@@ -68,7 +68,7 @@ class Answers:
 
     def _waits_for_objects(self, request: Any) -> bool:
         second_tier = integrity.second_tier_of(self._scheduler)
-        if second_tier is None or request.request_id not in second_tier._waits:
+        if second_tier is None or not integrity.has_to_wait(second_tier, request.request_id):
             return False
         now = second_tier.clock()
         wait = now - self._waiting_since.setdefault(request.request_id, now)
@@ -89,13 +89,8 @@ class Answers:
         allocated(request, blocks, num_loaded)
 
     def _check_load(self, request_id: str) -> None:
-        loads = self._scheduler._loads
-        coming: set[int] = set()
-        for load in (*loads._planned, *loads._in_flight.values()):
-            if not load.admitted and not load.orphaned:
-                coming.update(block.block_id for block in load.pins)
-        pins = loads._hits[request_id].hit.pins
-        count = len(coming.intersection(block.block_id for block in pins))
+        pins = integrity.ids_of_hit(self._scheduler, request_id)
+        count = len(integrity.ids_to_come(self._scheduler).intersection(pins))
         since = self._first_told.get(request_id, self._num_allocated)
         waits = len(self._told) == self._max_running or self._num_allocated > since
         assert 2 * count <= len(pins) or waits, f"{request_id} loads {count} blocks once more"
@@ -110,7 +105,7 @@ class TailsFirst:
         """Blocks that have left the tier to make room."""
         self._num_beheaded = 0
         """Blocks that stayed although their parents left."""
-        self._device_pool = scheduler._device_pool
+        self._device_pool = integrity.device_pool_of(scheduler)
         self._on_device: Any = self._device_pool.cached_block_hash_to_block
         self._in_tier = integrity.pool_of(scheduler.tier).cached_block_hash_to_block._cache
         self._parents: dict[BlockHashWithGroupId, BlockHashWithGroupId] = {}
@@ -174,7 +169,7 @@ class FoundOnDevice:
         self._num_taken = 0
         """Blocks that the device has evicted in this step."""
         self._scheduler = scheduler
-        self._device_pool = scheduler._device_pool
+        self._device_pool = integrity.device_pool_of(scheduler)
         self._found: set[BlockHashWithGroupId] = set()
         watch(scheduler, "update_state_after_alloc", self._watch_allocation)
         watch(self._device_pool, "_maybe_evict_cached_block", self._watch_device)
@@ -213,12 +208,12 @@ class FoundOnDevice:
 
     def _on_evicted(self, key: BlockHashWithGroupId) -> None:
         tier = self._scheduler.tier
-        num_places = tier._num_places  # each may take a block of its own
+        num_places = integrity.num_places_of(tier)  # each may take a block of its own
         has_room = tier.num_blocks > num_places * len(self._device_pool.blocks)
         # Where a step may take more than a quarter of the device, some blocks cannot be safe.
         if has_room and self._num_taken <= integrity.min_ahead_of(self._scheduler):
             self.num_evicted += 1
-            self._num_lost += len(self._scheduler._stores.absent([key]))
+            self._num_lost += len(integrity.stores_of(self._scheduler).absent([key]))
 
 
 class MovedHashes:
@@ -230,8 +225,9 @@ class MovedHashes:
         self.num_moved = 0
         """Hashes that vLLM has moved."""
         self._scheduler = scheduler
-        if hasattr(scheduler._device_pool, "move_block_hashes"):  # not on all versions of vLLM
-            watch(scheduler._device_pool, "move_block_hashes", self._watch_move)
+        device_pool = integrity.device_pool_of(scheduler)
+        if hasattr(device_pool, "move_block_hashes"):  # not on all versions of vLLM
+            watch(device_pool, "move_block_hashes", self._watch_move)
 
     def _watch_move(self, move: Any, source: KVCacheBlock, target: KVCacheBlock) -> Any:
         self.num_moved += 1

@@ -140,7 +140,8 @@ class ScriptedTier(SecondaryTierManager):
         self._rows = np.asarray(primary_kv_view)
         self._disk = disk
         self._answers: dict[OffloadKey, bool | None] = {}
-        self._asked: dict[str, set[OffloadKey]] = {}
+        self.asked: dict[str, set[OffloadKey]] = {}
+        """By request, what it has asked for."""
         self.jobs: list[_Job] = []
         self.ended: list[JobResult] = []
         """Those that were not told of."""
@@ -151,7 +152,7 @@ class ScriptedTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self._may_raise()
-        self._asked.setdefault(req_context.req_id, set()).add(key)
+        self.asked.setdefault(req_context.req_id, set()).add(key)
         answer = self._answers.setdefault(key, None)
         if answer is None:
             return LookupResult.RETRY
@@ -181,7 +182,7 @@ class ScriptedTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._may_raise()
-        for key in self._asked.pop(req_context.req_id, ()):
+        for key in self.asked.pop(req_context.req_id, ()):
             self._answers.pop(key, None)
 
     def drain_jobs(self) -> None:

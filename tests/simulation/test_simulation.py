@@ -200,13 +200,17 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
         assert sum(report[source] for report in reports) > 0, source
 
 
-@pytest.mark.parametrize("seed", [110022, 1500073, 2300075, 2900278, 6200111])
+@pytest.mark.parametrize("seed", [51031, 110022, 1500073, 2300075, 2500123, 2900278, 6200111])
 def test_seeds_that_failed(seed: int) -> None:
-    """1500073: a request that wished for a report failed with its load.
+    """51031: a session's block was the last one with its contents before the step that computed it.
+
+    1500073: a request that wished for a report failed with its load.
 
     110022: a device block had been the last one of a host block that was never recorded.
 
     2300075: a boundary behind the end of a request's prompt, which it had hit, counted as earlier.
+
+    2500123: a second conversation went on from a boundary that the first had released.
 
     2900278: a request that was preempted before its announced load had ended had a second one.
 

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.owners import session_of
+from simple_offload.scheduler.tier import block_pool
 from tests.simulation import integrity
 from tests.simulation.watch import watch
 
@@ -102,7 +103,11 @@ class Releases:
         """Keys of windows and states that requests have left for hits at their ends."""
         self._released_by: dict[BlockHashWithGroupId, bytes] = {}
         self._finders: dict[BlockHashWithGroupId, set[bytes]] = {}
-        """By key, the sessions whose requests have hit it."""
+        """By key, the sessions whose requests have hit it before the step that is scheduled."""
+        self._new_finders: list[tuple[BlockHashWithGroupId, bytes]] = []
+        """Those whose requests hit it in this step."""
+        self._to_compute: set[int] = set()
+        """Ids of the device blocks that requests got in this step, and will compute."""
         self._num_on_device: dict[str, int] = {}
         watch(scheduler, "get_num_new_matched_tokens", self._watch_answer)
         watch(scheduler, "update_state_after_alloc", self._watch_allocation)
@@ -112,8 +117,9 @@ class Releases:
         if (boundaries := integrity.boundaries_of(scheduler)) is not None:
             watch(boundaries, "hit", self._watch_hit)
             watch(boundaries, "add", self._watch_add)
-        watch(scheduler._device_pool, "_maybe_evict_cached_block", self._watch_device)
-        watch(scheduler._device_pool, "reset_prefix_cache", self._watch_device_reset)
+        self._device_pool = integrity.device_pool_of(scheduler)
+        watch(self._device_pool, "_maybe_evict_cached_block", self._watch_device)
+        watch(self._device_pool, "reset_prefix_cache", self._watch_device_reset)
 
     def _watch_answer(self, ask: Any, request: Any, num_computed_tokens: int) -> Any:
         self._num_on_device[request.request_id] = num_computed_tokens
@@ -123,10 +129,13 @@ class Releases:
     def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, num_loaded: int) -> None:
         groups = self._scheduler.groups
         num_found = self._num_on_device.pop(request.request_id, 0) + num_loaded
-        for group in groups.ids:
+        begins = num_loaded > 0 or request.num_computed_tokens == 0
+        for group in groups.ids if begins else ():
             stop = num_found // groups.block_sizes[group]
-            for key in groups.keys(request.block_hashes, group, 0, stop):
-                self._finders.setdefault(key, set()).add(session_of(request))
+            found = groups.keys(request.block_hashes, group, 0, stop)
+            self._new_finders += [(key, session_of(request)) for key in found]
+            rest = blocks.blocks[group][stop * groups.num_sub_blocks :]
+            self._to_compute.update(block.block_id for block in rest)
         allocated(request, blocks, num_loaded)
 
     def _watch_device(self, evict: Any, block: Any) -> Any:
@@ -143,6 +152,11 @@ class Releases:
 
     def _watch_step(self, build: Any, *arguments: Any) -> Any:
         self._forget_gone()
+        self._to_compute.clear()
+        for key, session in self._new_finders:
+            if self._is_there(key):  # a hit does not read all that is before it
+                self._finders.setdefault(key, set()).add(session)
+        self._new_finders.clear()
         return build(*arguments)
 
     def _forget_gone(self) -> None:
@@ -226,5 +240,7 @@ class Releases:
             assert most <= 1 or self._may_forget, "what two conversations have read is released"
 
     def _is_there(self, key: BlockHashWithGroupId) -> bool:
-        scheduler = self._scheduler
-        return integrity.has_key(scheduler._device_pool, key) or not scheduler._stores.absent([key])
+        """Whether a cache has contents, and no request of this step alone will compute them."""
+        blocks = block_pool.blocks_with(self._device_pool, [key])
+        is_on_device = any(block.block_id not in self._to_compute for block in blocks)
+        return is_on_device or not integrity.stores_of(self._scheduler).absent([key])

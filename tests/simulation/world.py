@@ -150,7 +150,8 @@ class World:
         """Blocks that the device evicted while that was promised and enough blocks were free."""
         self._ever: list[Request] = []
         """All requests so far."""
-        self._stores: dict[int, Transfer] = {}
+        self.stores: dict[int, Transfer] = {}
+        """By id, all so far."""
         self._failures = checks.Failures(shape.num_sub_blocks)
         self.disk.on_read = self._failures.begin_read
         self._device_pool = self.scheduler.kv_cache_manager.block_pool
@@ -261,7 +262,7 @@ class World:
             )
             for direction in Direction
         }
-        num_slots = sum(len(store.host_blocks) for store in self._stores.values())
+        num_slots = sum(len(store.host_blocks) for store in self.stores.values())
         num_sent = num_slots // self.shape.num_sub_blocks
         num_used = sum(block.block_hash is not None for block in self.host_pool.blocks)
         self.ledger.check(num_bytes, num_sent, num_used)
@@ -403,7 +404,7 @@ class World:
     def reset(self, tier: bool, preempt: bool = False) -> bool:
         """Reset the device's prefix cache and, with ``tier``, the host's. Returns whether vLLM
         reports success: no earlier block is left."""
-        stores = self.ids_in_flight() & self._stores.keys()
+        stores = self.ids_in_flight() & self.stores.keys()
         must_succeed = self._must_reset(preempt)
         is_reset = bool(
             self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=tier)
@@ -427,7 +428,7 @@ class World:
             and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
             and not (preempt and request.status is RequestStatus.RUNNING)
         ]
-        return not holders and self.connector.scheduler._loads.idle
+        return not holders and integrity.loads_of(self.connector.scheduler).idle
 
     @property
     def loading(self) -> bool:
@@ -577,7 +578,7 @@ class World:
 
     def _note_transfers(self, metadata: StepMetadata) -> None:
         for store in metadata.stores:
-            self._stores[store.id] = store
+            self.stores[store.id] = store
             self._failures.begin_store(store)
             self._check_admitted()
         for load in metadata.loads:
@@ -682,7 +683,7 @@ class World:
 
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
         """Blocks evicted since then must be in the tier, or in a store."""
-        stores = self.connector.scheduler._stores
+        stores = integrity.stores_of(self.connector.scheduler)
         kept_out = wishes.kept_out_by(self._ever)
         for key, sub_keys in self._sub_keys(before).items():
             if get_block_hash(key) not in kept_out and not self._is_on_device(sub_keys):
@@ -716,15 +717,13 @@ class World:
 
     def _check_admitted(self) -> None:
         if self.is_ours and (threshold := self.shape.store_threshold) > 1:
-            stores = self.connector.scheduler._stores
-            coming = (stores._planned, *stores._in_flight.values())
-            keys = set().union(*(store.keys for store in coming))
+            keys = integrity.keys_to_come(self.connector.scheduler)
             checks.check_admitted(keys, self._ever, threshold)
 
     def _check_after_reset(self) -> None:
         for transfer_id in sorted(self._reset_stores - self.ids_in_flight()):
             self._reset_stores.discard(transfer_id)
-            host_blocks = self._stores[transfer_id].host_blocks
+            host_blocks = self.stores[transfer_id].host_blocks
             for block_id in checks.tier_blocks(host_blocks, self.shape.num_sub_blocks):
                 block_hash = self.host_pool.blocks[block_id].block_hash
                 assert block_hash is None, f"store {transfer_id} was committed after a reset"

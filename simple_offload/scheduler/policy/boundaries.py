@@ -20,7 +20,7 @@ class Boundary:
     """Length of the prefix."""
     last: BlockHash
     """The prefix's last hash."""
-    keys: Sequence[BlockHashWithGroupId]
+    keys: Sequence[BlockHashWithGroupId] = ()
     """Of the windows and states that such a hit reads."""
     earlier: list["Boundary"] = field(default_factory=list)
     """The ends of the request that came before the one that has ended here."""
@@ -58,6 +58,9 @@ class Boundaries:
         """By the last hash of the prefix, the one used last at the end."""
         self._num_needing: Counter[BlockHashWithGroupId] = Counter()
         """By key, the boundaries that need it. No more keys than the tier has blocks."""
+        self._released: OrderedDict[BlockHash, Boundary] = OrderedDict()
+        """As ``_at``, those that a later hit has released. A second conversation may still go on
+        from there. No more than the tier has blocks."""
 
     def hit(self, request: Request, num_tokens: int) -> list[Boundary]:
         """A request goes on after a hit of ``num_tokens`` tokens. Releases the boundaries before
@@ -81,6 +84,11 @@ class Boundaries:
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
                 self._tier.release(self._forget(each))
+                each.keys = ()
+                each.earlier.clear()
+                self._released[each.last] = each
+                if len(self._released) > self._tier.max_contents:
+                    self._released.popitem(last=False)
         boundary.earlier.clear()
         return [*(each for each in boundary.beside if each.num_tokens < num_tokens), boundary]
 
@@ -139,7 +147,9 @@ class Boundaries:
         """The boundary after ``num_tokens`` tokens, which is used now."""
         last = request.block_hashes[num_tokens // self._groups.hash_block_size - 1]
         if last not in self._at:
-            self._at[last] = Boundary(num_tokens, last, keys)
+            boundary = self._released.pop(last, None) or Boundary(num_tokens, last)
+            boundary.keys = keys
+            self._at[last] = boundary
             self._num_needing.update(keys)
         self._at.move_to_end(last)
         return self._at[last]

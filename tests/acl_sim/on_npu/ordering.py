@@ -1,5 +1,6 @@
 """NpuBackend on the real torch_npu: copies and compute in the right order on the device."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch_npu
 
 from simple_offload.backends.base import Direction
 from tests.acl_sim.on_npu.sides import MakeSides, NpuSides
+from tests.acl_sim.sim import Sim
 from tests.conftest import within_patience
 
 BLOCKS = np.arange(16)
@@ -98,9 +100,8 @@ class Stream:
     torch_npu may behave like this. With ``cached``, the fault: the handle is read once, before any
     wait."""
 
-    def __init__(self, sides: NpuSides, *, cached: bool) -> None:
-        self._sides = sides
-        self._real = sides.backend._streams[STORE]
+    def __init__(self, sim: Sim, real: Any, *, cached: bool) -> None:
+        self._sim, self._real = sim, real
         self._waits = False
         self._cached = int(self._real.npu_stream) if cached else None
 
@@ -109,11 +110,11 @@ class Stream:
         if self._cached is not None:
             return self._cached
         if self._waits:
-            self._sides.sim.hold_waits(False)
+            self._sim.hold_waits(False)
         return int(self._real.npu_stream)
 
     def wait_event(self, event: Any) -> None:
-        self._sides.sim.hold_waits(True)
+        self._sim.hold_waits(True)
         self._real.wait_event(event)
         self._waits = True
 
@@ -124,13 +125,11 @@ class Stream:
 @both_paths
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_copy_does_not_pass_a_wait_that_is_queued_on_the_host(
-    make_sides: MakeSides, path: str, cached: bool
+    sim: Sim, make_sides: MakeSides, path: str, cached: bool
 ) -> None:
     """With a cached handle it does."""
-    sides = make_sides(copy_path=path)
+    sides = make_sides(copy_path=path, wrap=partial(Stream, sim, cached=cached))
     handle = sides.stream(STORE)
-    stream: Any = Stream(sides, cached=cached)
-    sides.backend._streams[STORE] = stream
     with sides.sim.held(sides.compute_stream()):
         sides.fill(5)
         barrier = sides.backend.barrier()

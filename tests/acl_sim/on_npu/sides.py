@@ -21,9 +21,12 @@ class NpuSides(Sides):
 
     sim: Sim
 
+    streams: dict[Direction, Any]
+    """Of the backend, which makes one for each direction, in this order."""
+
     def stream(self, direction: Direction) -> int:
         """The handle of the stream for copies of ``direction``."""
-        return int(self.backend._streams[direction].npu_stream)
+        return int(self.streams[direction].npu_stream)
 
     def compute_stream(self) -> int:
         return int(torch_npu.npu.current_stream().npu_stream)
