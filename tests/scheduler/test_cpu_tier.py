@@ -21,6 +21,7 @@ from tests.scheduler.tiers import (
     key,
     leave,
     make_tier,
+    make_tier_of_vllm,
     names,
     prefixes,
     protected,
@@ -195,6 +196,16 @@ def test_hit_blocks_outlive_others_but_not_for_ever() -> None:
     assert leaving == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
+def test_new_contents_outlive_old_ones_although_many_leave_at_once() -> None:
+    tier = make_tier(12)
+    store(tier, "abcdef")
+    hit(tier, "abcdef")
+    store(tier, *ascii_uppercase[:13])
+    assert queues(tier)[0] == ["H", "I", "J", "K", "L", "M"]
+    tier.allocate(5)
+    assert queues(tier)[:2] == [["H", "I", "J", "K", "L", "M"], ["a"]]
+
+
 def test_renewed_blocks_are_the_last_of_their_segment() -> None:
     """A request has used them."""
     tier = make_tier(9)
@@ -336,8 +347,7 @@ def test_no_garbage_is_collected_while_blocks_are_made(
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,), (0, 0)], ids=str)
 def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
     """Also for a single chain, where vLLM's lookup is not used."""
-    tier = make_tier(24, windows)
-    coordinator = tier._lookup._coordinator
+    tier, coordinator = make_tier_of_vllm(24, windows)
     for group in range(len(windows)):
         store(tier, "abcde", "abx", group=group)
     assert groups_of(tier).is_one_chain == (windows == (0,))

@@ -112,7 +112,7 @@ def test_requests_that_are_never_served_take_nothing_from_others(drive: MakeDriv
     """Ten prompts in turn fit the tier, but not beside what the others will hit."""
     driver = drive(**WITH_PRIORITIES)
     start_late(driver)
-    for _ in range(2):
+    for _ in range(3):
         serve_urgent(driver, range(40, 50))
     assert serve_urgent(driver, range(40, 50)) == 50
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt
 
@@ -50,17 +51,18 @@ def test_the_tier_continues_what_the_device_has_left(drive: MakeDriver, lazy: bo
 
 @pytest.mark.parametrize("lazy", [None, True])
 def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: bool | None) -> None:
-    """The device has 25 blocks, the tier 20, and each prompt 15 with an answer of two."""
-    driver = drive(**CALM, lazy=lazy, num_host_blocks=21, num_device_blocks=26)
+    """The device has 25 blocks, the tier 26, and each prompt 15 with an answer of two."""
+    driver = drive(**CALM, lazy=lazy, num_host_blocks=27, num_device_blocks=26)
     found = []
     for turn in range(12):
-        tokens, before = prompt(60, family=turn % 2), driver.num_stored
+        tokens = prompt(60, family=turn % 2)
         found.append(count_found(driver, tokens))
         driver.serve(f"r{turn}", tokens, max_tokens=8)
-        assert driver.num_stored - before <= 15 + 2
+        assert driver.num_stored <= (turn + 1) * (15 + 2)
+        assert not driver.world.ledger(metrics.DROPPED)
     on_device, together = map(sum, zip(*found[2:], strict=True))
     assert on_device <= 10 * 8
-    assert together >= 10 * 12
+    assert together == 10 * 15
 
 
 @pytest.mark.parametrize("lazy", [None, True])

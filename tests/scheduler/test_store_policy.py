@@ -391,6 +391,16 @@ def test_what_only_the_device_has_is_withheld_from_a_new_prompt(
     assert num_lost(driver, *range(1, 41), 90) == counted(driver, metrics.DROPPED) == 0
 
 
+def test_a_request_does_not_count_on_the_blocks_that_it_hits(drive: MakeDriver) -> None:
+    """They are the first in the device's free queue, and safe. vLLM takes them out of it."""
+    shape = {"max_num_batched_tokens": 120, "num_device_blocks": 81, "max_model_len": 240}
+    driver = drive(**BIG | shape)
+    driver.serve("before", prompt(61, family=90))
+    driver.fill(12, first=1)
+    driver.serve("longer", [*prompt(60, family=90), *prompt(60, family=91)])
+    assert num_lost(driver, *range(1, 13), 90) == counted(driver, metrics.DROPPED) == 0
+
+
 def test_two_loads_in_a_step_do_not_count_on_the_same_safe_blocks(drive: MakeDriver) -> None:
     driver = drive(**BIG | {"max_num_seqs": 2})
     families = (70, 71)

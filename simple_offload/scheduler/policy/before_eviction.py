@@ -93,7 +93,13 @@ class BeforeEviction(StorePolicy):
         if num_needed > self._device_pool.get_num_free_blocks():
             return False
         num_times = self._num_withheld.get(request.request_id, 0)
-        if num_times == MAX_WITHHELD or not self._scan.withhold(num_needed):
+        if num_times == MAX_WITHHELD or not self._residency.may_lack_free():
+            return False
+        # vLLM takes the blocks that the request hits out of the queue before it gives it others.
+        (group,) = self._groups.ids
+        num_hits = num_computed_tokens // self._groups.block_sizes[group] - num_load_blocks
+        hits = set(self._groups.keys(request.block_hashes, group, 0, num_hits))
+        if not self._scan.withhold(num_needed, hits):
             return False
         # vLLM may want room for more than these blocks, so each time counts.
         self._num_withheld[request.request_id] = num_times + 1

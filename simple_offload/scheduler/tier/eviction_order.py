@@ -19,7 +19,7 @@ DUPLICATES_SHARE = 3 / 16
 """Share of the tier that duplicates may keep although others need room. Each duplicate that leaves
 costs a second store, when the device loses its block. Each that stays takes the room of contents
 that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
-PROTECTED_AGE = 1.5
+PROTECTED_AGE = 1.25
 """Protected contents stay this many times as long as contents on probation. Less follows a change
 of requests sooner: a user who has left. More keeps contents that return late among prompts that
 come once."""
@@ -60,8 +60,8 @@ class EvictionOrder:
       Contents that a request has hit are **protected**, and leave after contents on **probation**
       (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
       Computer 27(3), 1994). So they stay while many prompts pass through that come once. A
-      protected block that is ``PROTECTED_AGE`` times as old as the oldest on probation leaves
-      before it: requests have changed.
+      protected block that is ``PROTECTED_AGE`` times as old as one on probation leaves before
+      it: requests have changed.
     - **Reserved** contents are for requests in vLLM's queue, or a request wants them protected.
       The last reserved leaves first.
 
@@ -161,7 +161,7 @@ class EvictionOrder:
             # Nothing is lost with a duplicate.
             take_duplicates(self.num_duplicates - int(DUPLICATES_SHARE * self.max_contents))
             # Requests have changed, or these would have been found by now.
-            take(self._protected, self._num_old(limit))
+            take(self._protected, self._num_old(limit - len(blocks)))
             take(self._probation, limit)
             take(self._protected, limit)
             take_duplicates(limit)
@@ -311,14 +311,18 @@ class EvictionOrder:
         self._used_at[as_array([block.block_id for block in blocks])] = self.num_evicted
 
     def _num_old(self, limit: int) -> int:
-        """How many protected blocks, up to ``limit``, leave before the first one on probation."""
+        """How many protected blocks are among the next ``limit`` to leave, by their age and that of
+        each block on probation."""
         now, used_at = self.num_evicted, self._used_at
-        first = next(iter(self._probation.iter_blocks_after(None)), None)
-        if first is None:
-            return 0
-        before = now - PROTECTED_AGE * (now - used_at[first.block_id])
-        blocks = islice(self._protected.iter_blocks_after(None), limit)
-        return sum(1 for _ in takewhile(lambda block: used_at[block.block_id] < before, blocks))
+        protected = self._protected.iter_blocks_after(None)
+        oldest, count = next(protected, None), 0
+        for num_others, block in enumerate(self._probation.iter_blocks_after(None)):
+            before = now - PROTECTED_AGE * (now - used_at[block.block_id])
+            while oldest and count + num_others < limit and used_at[oldest.block_id] < before:
+                oldest, count = next(protected, None), count + 1
+            if not oldest or count + num_others >= limit:
+                break
+        return count
 
     def _make_last(self, keep: Container[int], limit: int) -> int:
         """Put up to ``limit`` blocks of ``keep`` from the front of the duplicates behind all
