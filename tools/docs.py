@@ -160,15 +160,14 @@ def hits_on_engines(measurements: str) -> Hit:
     return Hit(cold[0], ours[0], builtin[0])
 
 
-def ttft_by_turn(measurements: str) -> tuple[list[int], dict[str, list[float]]]:
-    """Turns, and by contender the mean TTFT (ms) of each: the ``seed`` preset."""
-    head = re.search(r"^\| `seed` \| (none \| .*) \|$", measurements, re.MULTILINE)
-    assert head, "no table of the preset `seed`"
-    section = measurements[head.end() :]
-    row = re.search(r"TTFT of turn ([\d /]+), mean", section)
-    assert row, "no TTFT by turn"
-    means = zip(head[1].split(" | "), _numbers(section, row[0]), strict=True)
-    return [int(turn) for turn in row[1].split("/")], dict(means)
+def throughput_by_agents(measurements: str) -> tuple[list[int], dict[str, list[float]]]:
+    """Numbers of agents, and by contender the thousands of tokens a second with each."""
+    section = measurements.partition("\n## Agents, by their number\n")[2]
+    agents = [int(number) for (number,) in _numbers(section, "agents")]
+    unit = "thousands of tokens/s: "
+    rows = {"none": f"{unit}none", "built-in, lazy": "", "built-in": "", "ours": ""}
+    found = {name: _numbers(section, row or name) for name, row in rows.items()}
+    return agents, {name: [number for (number,) in cells] for name, cells in found.items()}
 
 
 def _numbers(text: str, row: str) -> list[list[float]]:
@@ -186,7 +185,7 @@ def save_picture(path: Path, measurements: str) -> None:
 
     looks = {  # contender -> label, colour, marker
         "none": ("no connector", "tab:gray", "x"),
-        "OffloadingConnector": ("OffloadingConnector", "tab:orange", "s"),
+        "built-in, lazy": ("SimpleCPUOffloadConnector, lazy", "tab:orange", "s"),
         "built-in": ("SimpleCPUOffloadConnector", "tab:green", "^"),
         "ours": ("simple_offload", "tab:blue", "o"),
     }
@@ -206,13 +205,13 @@ def save_picture(path: Path, measurements: str) -> None:
         left.set_yticks([])
         left.set_xlim(0, hit.cold * 1.2)
         left.set_title("8B, prompt of 8,192 tokens: TTFT, ms")
-        turns, means = ttft_by_turn(measurements)
+        agents, speeds = throughput_by_agents(measurements)
         for contender, (label, colour, marker) in looks.items():
-            right.plot(turns, means[contender], f"{marker}-", color=colour, label=label)
-        right.set_xticks(turns)
+            right.plot(agents, speeds[contender], f"{marker}-", color=colour, label=label)
+        right.set_xticks(agents)
         right.set_ylim(bottom=0)
-        right.set_xlabel("turn of a conversation")
-        right.set_title("14B, conversations over HTTP: mean TTFT, ms")
+        right.set_xlabel("agents")
+        right.set_title("8B, recorded agents: thousands of tokens/s")
         right.legend(frameon=False, fontsize="small")
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
