@@ -4,17 +4,13 @@ import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
+from tests.simulation.integrity import is_protected
 
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
 
 
-def keep_only(driver: Driver, num_blocks: int) -> None:
-    """Evict all blocks but the last to leave."""
-    driver.empty_device_cache()  # no duplicates any more
-    assert driver.tier.num_empty
-    evicted = driver.tier.allocate(driver.tier.num_free - num_blocks)
-    driver.tier.unpin(evicted)
-    assert driver.num_kept == num_blocks
+def num_protected(driver: Driver) -> int:
+    return sum(is_protected(driver.tier, block) for block in driver.host_pool.blocks)
 
 
 @SETTINGS
@@ -30,8 +26,9 @@ def test_blocks_that_a_second_request_hits_are_protected(
         driver.fill(8, first=10)
     driver.serve("b", [*history[:num_shared], *prompt(20, family=1)], max_tokens=8)
     driver.fill(8)
-    keep_only(driver, 24 // 4)
-    assert driver.found(history) == 24
+    driver.empty_device_cache()  # no duplicates any more
+    assert driver.found(history) >= 24
+    assert num_protected(driver) == 24 // 4
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -43,8 +40,9 @@ def test_with_several_groups_too(drive: MakeDriver, on_device: bool) -> None:
         driver.empty_device_cache()
     driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
     driver.fill(12)
-    keep_only(driver, 7 + 2)
-    assert driver.found(history) == 20
+    driver.empty_device_cache()
+    assert driver.found(history) >= 20
+    assert num_protected(driver) == 20 // 4 + 2
 
 
 @SETTINGS

@@ -80,7 +80,9 @@ class EvictionOrder:
         self._codes = bytearray()
         """By block id."""
         self.num_evicted = 0
-        """Evicted contents that were no duplicates, since the start: the clock of ages."""
+        """Evicted contents that were no duplicates, since the start."""
+        self._num_added = 0
+        """Contents that the tier has got since the start: the clock of ages."""
         self._used_at = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or lost by the device."""
         self._lost: list[BlockIds] = []
@@ -116,6 +118,7 @@ class EvictionOrder:
     def add(self, blocks: Sequence[KVCacheBlock], *, duplicates: bool) -> None:
         """Drop the last reference to blocks that have just been filled. ``duplicates``: the device
         has their contents too, and loses them soon."""
+        self._num_added += len(blocks)
         code = _DUPLICATE if duplicates else _PROBATION
         codes = self._codes
         for block in blocks:
@@ -271,7 +274,7 @@ class EvictionOrder:
         self._settle()
         codes = np.frombuffer(self._codes, np.uint8)
         duplicates = codes >= _DUPLICATE
-        self._used_at[duplicates] = self.num_evicted
+        self._used_at[duplicates] = self._num_added
         codes[duplicates] &= _RESERVED
         if np.any(codes[duplicates]):
             queued = self._duplicates.iter_blocks_after(None)
@@ -308,12 +311,12 @@ class EvictionOrder:
     # Details
 
     def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._used_at[as_array([block.block_id for block in blocks])] = self.num_evicted
+        self._used_at[as_array([block.block_id for block in blocks])] = self._num_added
 
     def _num_old(self, limit: int) -> int:
         """How many protected blocks are among the next ``limit`` to leave, by their age and that of
         each block on probation."""
-        now, used_at = self.num_evicted, self._used_at
+        now, used_at = self._num_added, self._used_at
         protected = self._protected.iter_blocks_after(None)
         oldest, count = next(protected, None), 0
         for num_others, block in enumerate(self._probation.iter_blocks_after(None)):
@@ -356,7 +359,7 @@ class EvictionOrder:
                     free[code & _SEGMENT].append(block)
         self._lost.clear()
         self._num_lost = 0
-        self._used_at[as_array(settled)] = self.num_evicted
+        self._used_at[as_array(settled)] = self._num_added
         for queue, of_queue in zip(self._queues, free, strict=True):
             block_pool.unlink(of_queue)
             self._duplicates.num_free_blocks -= len(of_queue)

@@ -62,7 +62,7 @@ def store_nothing_for_the_next_requests(
 
 
 @look_no_further_than_the_front.also(FreeQueueScan, "withhold")
-def withhold_nothing(withhold: Any, self: FreeQueueScan, num_blocks: int) -> int:
+def withhold_nothing(withhold: Any, self: FreeQueueScan, *arguments: Any) -> int:
     return 0
 
 
