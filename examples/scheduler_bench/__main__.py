@@ -152,6 +152,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
     )
     parser.add_number("--agents", "concurrent sessions of a replay (default: 32)", most=4096)
+    parser.add_number(
+        "--working-sets", "sets of such agents, one after another; the last counts (default: 1)"
+    )
     parser.add_number("--requests", "of a replay (default: 3000)")
     parser.add_number(
         "--step-ms", "engine step of a replay (default: 50)", most=60_000, metavar="MS"

@@ -119,7 +119,10 @@ class TracePlan:
     """Sessions at the same time, of a trace that has sessions."""
     memories: tuple[tuple[float, float], ...] = ((0.5, 1.0), (1.0, 1.0), (0.5, 2.0))
     """Device and host memory, in millions of tokens."""
+    working_sets: int = 1
+    """Of agents with other sessions, one after another through one engine. The last counts."""
     requests: int = 3000
+    """Of each working set."""
     warm_up: float = 0.3
     """Share of the requests that are not counted."""
     scale: int = 32

@@ -31,19 +31,9 @@ def replay(
     """Play ``trace`` with ``memory`` (device and host, in millions of the trace's tokens).
 
     Requests of agents come in a closed loop, others at the times of the trace, until the plan's
-    number of them, or the trace's, has ended. Counts those after the warm-up. ``on_start`` gets the
-    engine before its first request."""
-    block_tokens = BLOCK_SIZE * plan.scale
-    device_blocks, host_blocks = (int(each * 1e6 / block_tokens) for each in memory)
-    shape = Shape(
-        device_blocks=device_blocks + 1,
-        host_blocks=host_blocks + 1,
-        max_running=plan.running,
-        bus_blocks=plan.bus_tokens / block_tokens,
-        chunk_tokens=CHUNK_TOKENS // plan.scale,
-        step_seconds=plan.step_seconds,
-        tokens_per_second=plan.tokens_per_second / plan.scale,
-    )
+    number of them, or the trace's, has ended. Then other agents take their place. Counts those of
+    the last working set after the warm-up. ``on_start`` gets the engine before its first
+    request."""
     tokens_per_id, longest = trace.block_tokens // plan.scale, plan.max_prompt // trace.block_tokens
 
     def fits(turns: Sequence[Turn]) -> bool:
@@ -60,24 +50,29 @@ def replay(
         if waiting:
             heapq.heappush(due, (at, next(order), waiting.pop()))
 
-    if trace.has_sessions:
-        for agent in range(plan.agents):
-            start_session(agent * plan.max_pause / plan.agents)
-    else:
-        while waiting:
-            start_session(waiting[-1][0].at)
+    def start_all(now: float) -> None:
+        due.clear()
+        if trace.has_sessions:
+            for agent in range(plan.agents):
+                start_session(now + agent * plan.max_pause / plan.agents)
+        else:
+            while waiting:
+                start_session(waiting[-1][0].at)
 
-    with closing(Engine(contender, shape)) as engine:
+    num_requests = plan.working_sets * plan.requests
+    num_warm_up = num_requests - plan.requests + int(plan.warm_up * plan.requests)
+    with closing(Engine(contender, _shape(plan, memory))) as engine:
         watch = Watch(engine)
         on_start(engine)
-        num_added, counts = 0, False
-        while running or (due and num_added < plan.requests):
-            if not counts and len(engine.hits) >= int(plan.warm_up * plan.requests):
+        start_all(engine.now)
+        num_added, limit, counts = 0, plan.requests, False
+        while running or (due and num_added < limit):
+            if not counts and len(engine.hits) >= num_warm_up:
                 counts = True
                 watch.begin()
             if engine.at_rest and not running:
                 engine.now = max(engine.now, due[0][0])
-            while due and num_added < plan.requests and due[0][0] <= engine.now:
+            while due and num_added < limit and due[0][0] <= engine.now:
                 came, _, (turn, *rest) = heapq.heappop(due)
                 running[f"{num_added}"] = rest
                 # The prompt ends with a token of its own, and no token of the answer comes again:
@@ -96,5 +91,22 @@ def replay(
                     heapq.heappush(due, (engine.now + pause, next(order), following))
                 else:
                     start_session(engine.now)
+            if not running and num_added == limit < num_requests:
+                limit += plan.requests
+                start_all(engine.now)
         engine.drain()
         return watch.outcome()
+
+
+def _shape(plan: TracePlan, memory: tuple[float, float]) -> Shape:
+    block_tokens = BLOCK_SIZE * plan.scale
+    device_blocks, host_blocks = (int(each * 1e6 / block_tokens) for each in memory)
+    return Shape(
+        device_blocks=device_blocks + 1,
+        host_blocks=host_blocks + 1,
+        max_running=plan.running,
+        bus_blocks=plan.bus_tokens / block_tokens,
+        chunk_tokens=CHUNK_TOKENS // plan.scale,
+        step_seconds=plan.step_seconds,
+        tokens_per_second=plan.tokens_per_second / plan.scale,
+    )

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from examples.bench.command import BAD_RESULT, RUN_FAILED
+from examples.bench.traces import read_trace
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench import report
 from examples.scheduler_bench.agents import run_agents
@@ -28,6 +29,7 @@ from examples.scheduler_bench.plan import (
     Plan,
 )
 from examples.scheduler_bench.planned import plan_models
+from examples.scheduler_bench.replay import replay
 from examples.scheduler_bench.results import (
     POOL,
     Footprint,
@@ -139,15 +141,30 @@ def test_one_that_fails_or_is_refused_is_out_and_the_others_go_on(
     assert names == {"ours", POOL}
 
 
+def save_agents(folder: Path) -> Path:
+    """A trace of eight agents with 12 turns each."""
+    rows = [[60 * turn, 0, 64, 0, 1, 16 * turn, [[16 * turn, 16]]] for turn in range(12)]
+    sessions = [{"rows": [[row[0], agent, *row[2:]] for row in rows]} for agent in range(8)]
+    trace = folder / "agents.json"
+    trace.write_text(json.dumps({"block_size": 64, "traces": sessions}))
+    return trace
+
+
+def test_other_agents_come_and_the_last_count(tmp_path: Path) -> None:
+    trace = read_trace(save_agents(tmp_path))
+    plan = replace(TINY.traces, agents=2, working_sets=3, requests=10, warm_up=0.0)
+    outcome = replay(CONTENDERS["ours"], trace, plan, (0.5, 0.5), seed=0)
+    [first], [later] = outcome.first_turns, outcome.later_turns
+    assert (len(first), len(later)) == (2, 8)
+    assert outcome.unstored == outcome.evicted == 0
+
+
 def test_sizes_of_host_memory_are_predicted_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight agents with 12 turns each. Four are at work, more than the caches hold, unless the host
-    has four times the memory."""
-    rows = [[60 * turn, 0, 64, 0, 1, 16 * turn, [[16 * turn, 16]]] for turn in range(12)]
-    sessions = [{"rows": [[row[0], agent, *row[2:]] for row in rows]} for agent in range(8)]
-    trace = tmp_path / "agents.json"
-    trace.write_text(json.dumps({"block_size": 64, "traces": sessions}))
+    """Four of the agents are at work, more than the caches hold, unless the host has four times the
+    memory."""
+    trace = save_agents(tmp_path)
     traces = replace(
         TINY.traces, files=(trace,), memories=((0.015, 0.01),), agents=4, requests=60, warm_up=0.2
     )
