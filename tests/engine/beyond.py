@@ -12,7 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.engine.live import LiveEngine, clean_up_process
+from tests.engine.live import LiveEngine, clean_up_process, let_copies_go_on
 from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.engine.workloads import shared_prefix_asks
 from tests.simulation import integrity
@@ -75,7 +75,10 @@ def _play_a_session(
         engine.llm.engine_core.add_request(request)
 
     def step() -> None:
-        for output in engine.llm.engine_core.get_output().outputs:
+        outputs = engine.llm.engine_core.get_output().outputs
+        if not outputs:
+            let_copies_go_on()
+        for output in outputs:
             tokens[output.request_id] += output.new_token_ids
 
     def step_until(count: int, request_id: str) -> None:

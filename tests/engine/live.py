@@ -26,6 +26,12 @@ STEP_LIMIT = 20_000
 """Steps after which a condition counts as one that never holds."""
 
 
+def let_copies_go_on() -> None:
+    """Pause as vLLM's EngineCoreProc does where a step computes nothing: a loop that never lets go
+    of Python's lock for long keeps the copies' threads from it for seconds."""
+    time.sleep(0.001)
+
+
 class LiveEngine:
     """One engine and its requests. The engine core is in this process, so tests can read it."""
 
@@ -68,9 +74,7 @@ class LiveEngine:
         """One engine step; the number of its outputs."""
         outputs = self.llm.step()
         if not outputs:
-            # As vLLM's EngineCoreProc does where a step computes nothing: a loop that never lets go
-            # of Python's lock for long keeps the copies' threads from it for seconds.
-            time.sleep(0.001)
+            let_copies_go_on()
         for output in outputs:
             assert isinstance(output, RequestOutput)
             ask = self._open.get(output.request_id)
