@@ -169,11 +169,12 @@ def _check_driver() -> list[Check]:
         return []
     match = re.search(r"^NVRM version:.*? (\d+(?:\.\d+)+) ", text)
     version = match[1] if match else "version unknown"
-    found = "whether its cuMemcpyBatchAsync copies right: python3 -m examples.driver_check"
+    command = "python3 -m examples.driver_check, in a checkout"
+    found = f"whether its cuMemcpyBatchAsync copies right: {command}"
     if version.startswith(_FAULTY_DRIVER):
         found = (
             "its cuMemcpyBatchAsync may copy wrong bytes where a larger descriptor follows a "
-            "smaller one (python3 -m examples.driver_check shows it). Copies here are right: "
+            f"smaller one ({command}, shows it). Copies here are right: "
             "descriptors are sorted by size. Other programs may be affected"
         )
     return [ok("driver", f"{version}; {found}")]
