@@ -1,6 +1,8 @@
 """``simple-offload watch``: follows a running server's /metrics."""
 
 import argparse
+import os
+import select
 import signal
 import sys
 import time
@@ -83,6 +85,20 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     console.print(page(view))
 
 
+def _sleep_or_end(seconds: float) -> None:
+    """Return after ``seconds``, or at a signal. ``time.sleep`` misses one that comes right before:
+    Python has run no handler, and the sleep is not interrupted. Main thread only."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        select.select([reader], [], [], seconds)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
 def follow(
     url: str, interval: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[View]:
@@ -93,7 +109,7 @@ def follow(
     marks = deque([(taken, now)])  # at most one a minute
     while True:
         yield view
-        time.sleep(interval)  # a signal ends it
+        _sleep_or_end(interval)
         try:
             now = scrape(url)
         except ScrapeError as problem:
