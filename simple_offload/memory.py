@@ -155,7 +155,7 @@ _TURNS = _Turns()
 
 @cache
 def _warn_without_turns(folder: Path, why: str) -> None:
-    """Log once per reason that processes do not take turns."""
+    """Log once per folder and reason that processes do not take turns."""
     logger.info("Host memory is taken without waiting for other processes: %s (%s)", why, folder)
 
 
