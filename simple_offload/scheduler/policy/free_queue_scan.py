@@ -59,9 +59,7 @@ class FreeQueueScan:
         """The block before those that were last pinned. They return behind it, or to the front if
         it has left the queue."""
         self._withheld: list[KVCacheBlock] = []
-        """Blocks taken out of the queue's front since the last step, which puts them back."""
-        self._num_wanted = 0
-        """How many of these a request wants, at most."""
+        """Blocks taken out of the queue's front since the last step, which stores them."""
         self._from_front: set[int] = set()
         """Ids of withheld blocks that are pinned. They return to the front."""
         self._tier_is_full = False
@@ -83,8 +81,8 @@ class FreeQueueScan:
 
     def withhold(self, num_blocks: int, hits: Container[BlockHashWithGroupId | None]) -> int:
         """Take blocks that only the device has out of the queue, until its first ``num_blocks``
-        without those of ``hits`` are safe, or only the reserve is left. ``on_step`` puts them back,
-        and stores as many as are wanted. Returns how many it took."""
+        without those of ``hits`` are safe, or only the reserve is left. ``on_step`` stores them.
+        Returns how many it took."""
         room = self._device_pool.get_num_free_blocks() - self._reserve
         queue = block_pool.free_blocks_after(self._device_pool, None)
         unsafe: list[KVCacheBlock] = []
@@ -97,7 +95,6 @@ class FreeQueueScan:
             num_lacking = len(chosen) + len(blocks) - len(others)
         block_pool.touch(self._device_pool, unsafe)
         self._withheld += unsafe
-        self._num_wanted += num_blocks
         return len(unsafe)
 
     def on_used(self, block_ids: Collection[int]) -> None:
@@ -145,16 +142,15 @@ class FreeQueueScan:
     # Details
 
     def _store_withheld(self) -> None:
-        """Put the withheld blocks back to the queue's front, and store what is wanted."""
+        """Put the withheld blocks back to the queue's front, and store them from there."""
         withheld, self._withheld = self._withheld, []
-        num_wanted, self._num_wanted = self._num_wanted, 0
         if not withheld:
             return
         used = [block for block in withheld if block.ref_cnt > 1]  # a request has hit them
         free = [block for block in withheld if block.ref_cnt == 1]
         block_pool.return_blocks(self._device_pool, free, None)
         block_pool.free_blocks(self._device_pool, used)
-        if chosen := self._residency.choose(withheld[:num_wanted]):
+        if chosen := self._residency.choose(withheld):
             before = self._pinned.copy()
             self._store(chosen)
             self._from_front |= self._pinned - before
