@@ -84,12 +84,15 @@ def _gains(now: Scrape, shares: dict[str, float]) -> Iterator[tuple[float, str]]
 
 
 def _differing(now: Scrape, shares: dict[str, float]) -> str:
-    """If prompts part from all earlier ones early: in a growing conversation they do so late."""
-    lookups = now.total(f"{PREFIX}lookups_total")
-    same = now.quantile(f"{PREFIX}unseen_from_tokens", 0.5)
+    """If half of all prompts part from earlier ones early: in a growing conversation they do so
+    late."""
+    lookups, name = now.total(f"{PREFIX}lookups_total"), f"{PREFIX}unseen_from_tokens"
+    parting = now.by("le", f"{name}_bucket").get("+Inf", 0.0)
     missing, unseen = sum(shares.values()), shares.get("unseen", 0)
-    early = lookups and same < now.total(PROMPT_TOKENS) / lookups / 2
-    if not early or unseen < missing / 2 or unseen < _WORTHWHILE:
+    if not lookups or parting <= lookups / 2 or unseen < missing / 2 or unseen < _WORTHWHILE:
+        return ""
+    same = now.quantile(name, lookups / 2 / parting)
+    if same >= now.total(PROMPT_TOKENS) / lookups / 2:
         return ""
     if not same:
         return "Most prompts are new from their first token on: no memory finds them."

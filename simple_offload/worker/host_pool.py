@@ -1,6 +1,7 @@
 """HostPool: the host tier's memory on one rank, opened chunk by chunk."""
 
 import threading
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,8 +17,13 @@ logger = get_logger(__name__)
 
 _LOOK_SECONDS = 0.05
 """How often to look whether another process has put pages in place."""
-_MOST_CHUNKS = 1024
+_MOST_CHUNKS = 4096
 """The backend has an address for each region and chunk, and copies them all with each new one."""
+_PAUSE_BESIDE_STEPS = 8
+"""Times as long as a chunk took. Launches wait while the driver pins memory. With one such pause,
+steps with prompts took twice their time (docs/measurements.md, "Memory that opens")."""
+_BUSY_SECONDS = 1.0
+"""After the begin of a step."""
 _ALIGNMENT = 2 << 20
 """Of chunks in shared memory: pinning one must not pin a page of the next. Rows are whole pages."""
 
@@ -59,6 +65,7 @@ class HostPool:
         self._rank_pool = rank_pool
         self._retry_seconds = retry_seconds
         self._num_chunks = 0
+        self._busy_until = 0.0
         self._closing = threading.Event()
         self._agreed = threading.Event()
         if is_agreed:
@@ -97,6 +104,10 @@ class HostPool:
             self.num_blocks = max(self.num_open, min(num_blocks, self.num_blocks))
             self._agreed.set()
 
+    def on_step(self) -> None:
+        """The engine begins a step. For a second, opening leaves most of the time to steps."""
+        self._busy_until = time.monotonic() + _BUSY_SECONDS
+
     def close(self) -> None:
         """Stop opening chunks. The backend frees the memory when it closes."""
         self._closing.set()
@@ -122,9 +133,11 @@ class HostPool:
             if not self._may_open():
                 self._closing.wait(_LOOK_SECONDS)
                 continue
+            began = time.monotonic()
             try:
                 self._open_chunk()
                 is_waiting = False
+                self._pause(time.monotonic() - began)
             except memory.MemoryShortageError as shortage:
                 if not is_waiting:
                     logger.warning(
@@ -144,6 +157,11 @@ class HostPool:
                 return
         if self.num_open == self.num_blocks:
             logger.info("The host tier of this rank is open: %.2f GiB", self.nbytes / 2**30)
+
+    def _pause(self, chunk_seconds: float) -> None:
+        """Let launches pass: the driver's lock is not fair."""
+        is_busy = time.monotonic() < self._busy_until
+        self._closing.wait(chunk_seconds * (_PAUSE_BESIDE_STEPS if is_busy else 1))
 
     @property
     def _progress(self) -> tuple[int, int, float]:

@@ -180,10 +180,12 @@ class OffloadWorker:
             self.submit_stores()
         self._metadata = metadata
         self._report.step = metadata.step
-        if self.lanes and metadata.num_host_blocks is not None:
-            self.host_pool.agree(metadata.num_host_blocks)
-        if self.lanes and metadata.admitted:
-            self._overlap.hold_compute(set(metadata.admitted), metadata.num_tokens)
+        if self.lanes:
+            self.host_pool.on_step()
+            if metadata.num_host_blocks is not None:
+                self.host_pool.agree(metadata.num_host_blocks)
+            if metadata.admitted:
+                self._overlap.hold_compute(set(metadata.admitted), metadata.num_tokens)
         self._announcements.on_step(metadata.num_tokens > 0, metadata.admitted)
         self.submit_loads()
 

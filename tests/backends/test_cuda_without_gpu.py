@@ -19,7 +19,6 @@ from simple_offload.backends.cuda.copy_costs import CopyCosts, PathCost
 from simple_offload.backends.cuda.queues import classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
 from simple_offload.transfer import Transfer
-from simple_offload.worker.host_pool import HostPool
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MIB = 1 << 20
@@ -39,20 +38,14 @@ class Stream:
 
 
 class Gpu:
-    """What torch and the driver say of a GPU, without one. Its clock passes while the driver pins
-    memory, and while the thread sleeps."""
-
-    PIN_SECONDS = 0.09 / 2**30
-    """For a byte. Launches wait meanwhile."""
+    """What torch and the driver say of a GPU, without one."""
 
     def __init__(self) -> None:
         self.log: list[tuple[int, str, int]] = []
         """The stream, numbered by first use, then "copy", "copy with lock", "mark" or "after"
         another stream, and bytes."""
-        self.turns: list[tuple[str, float]] = []
-        """Seconds in which the driver pins, and those in which the thread sleeps."""
         self._streams: list[Any] = []
-        cudart = SimpleNamespace(cudaHostRegister=self._pin, cudaHostUnregister=lambda address: 0)
+        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
         cuda = SimpleNamespace(
             Stream=lambda *_, **__: Stream(self),
             Event=lambda **_: Stream(self),
@@ -62,10 +55,6 @@ class Gpu:
         )
         self.torch = SimpleNamespace(
             cuda=cuda, device=lambda *_: torch.device("meta"), empty=torch.empty, int8=torch.int8
-        )
-        self.time = SimpleNamespace(
-            monotonic=lambda: sum(seconds for _, seconds in self.turns),
-            sleep=lambda seconds: self.turns.append(("sleep", seconds)),
         )
         self.driver = SimpleNamespace(
             CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
@@ -91,10 +80,6 @@ class Gpu:
         self.log.clear()
         return taken
 
-    def _pin(self, _address: int, num_bytes: int, _flags: int) -> int:
-        self.turns.append(("pin", num_bytes * self.PIN_SECONDS))
-        return 0
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
@@ -104,12 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setitem(sys.modules, name, bindings)
     for module in (backend_module, queues_module):
         monkeypatch.setattr(module, "torch", gpu.torch)
-    monkeypatch.setattr(backend_module, "time", gpu.time)
     monkeypatch.setattr(queues_module, "resolve_dma", lambda: gpu.submit)
-    # Untouched, so that it takes no memory.
-    monkeypatch.setattr(
-        backend_module, "map_memory", lambda size, node: torch.empty(size, dtype=torch.int8)
-    )
     return gpu
 
 
@@ -121,19 +101,15 @@ def make_backend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
     """A function that makes a backend. Its measurement sends descriptors of less than 64 KiB by
     kernel, if there is one."""
 
-    def make(
-        page: int, num_regions: int = 1, *, kernel: bool = False, has_host: bool = True
-    ) -> CudaBackend:
+    def make(page: int, num_regions: int = 1, *, kernel: bool = False) -> CudaBackend:
         crossing = 64 << 10 if kernel else 0
         costs = CopyCosts(crossing, PathCost(2e-6, 3e-11), PathCost(1e-7, 3e-11), 1e-5)
         monkeypatch.setattr(copy_costs, "measure_direction", lambda *_: costs)
         backend = CudaBackend("auto" if kernel else "dma")
         regions = [torch.empty(1 << 16, page, dtype=torch.int8, device="meta")] * num_regions
         backend.open(regions)
-        if has_host:
-            backend.add_host_chunk(regions)
+        backend.add_host_chunk(regions)
         gpu.log.clear()
-        gpu.turns.clear()
         return backend
 
     return make
@@ -241,24 +217,6 @@ def test_few_events_and_one_behind_the_last_byte(
     assert sum(size for _, _, size in log) == count * page
     assert sum(seconds) == pytest.approx(count * max(2e-6, page * 3e-11))
     assert count == 0 or min(seconds) > 0
-
-
-# Host memory
-
-
-def test_launches_wait_for_milliseconds_while_a_tier_opens(
-    gpu: Gpu, make_backend: MakeBackend
-) -> None:
-    """The driver's lock is not fair: after each call they get as long to take it."""
-    pool = HostPool(make_backend(2 * MIB, has_host=False), [2 * MIB], 512)
-    pool.open()
-    pool.join()
-    pins, sleeps = gpu.turns[::2], gpu.turns[1::2]
-    assert sum(seconds for _, seconds in pins) == pytest.approx(2**30 * gpu.PIN_SECONDS)
-    for pin, sleep in zip(pins, sleeps, strict=True):
-        assert (pin[0], sleep[0]) == ("pin", "sleep")
-        assert sleep[1] == pytest.approx(pin[1])
-        assert pin[1] < 0.01
 
 
 # Regions

@@ -144,6 +144,8 @@ def test_prompts_that_differ_early() -> None:
     assert advise(server(same=early, prompts=1e5, missed=few)).startswith("The host memory fits")
     none = {"0.0": 6.0, "16.0": 10.0, "+Inf": 10.0}
     assert "from their first token on" in advise(server(same=none))
+    fewer = {"0.0": 3.0, "16.0": 3.0, "+Inf": 3.0}  # of ten: most were hits, or parted late
+    assert advise(server(same=fewer)).startswith("The host memory fits")
 
 
 def test_faults_come_first() -> None:

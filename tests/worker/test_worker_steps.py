@@ -1,11 +1,14 @@
 """OffloadWorker: its submissions and reports, step by step, on a scripted backend."""
 
 import threading
+import time
 
 import pytest
+import torch
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, WorkerReport
+from tests.conftest import within_patience
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import BLOCK_BYTES, NOTHING, Rank, load, store
 from tests.worker.scripted import (
@@ -109,6 +112,32 @@ def test_a_blocked_thread_does_not_delay_the_other_direction(
 
 
 # Before and after
+
+
+def test_memory_opens_slowly_beside_steps(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches wait while a driver pins memory: most of the time is left to them."""
+    rank = make_rank(register=False)
+    backend, spans = rank.backend, list[tuple[float, float]]()
+    backend.chunk_bytes = BLOCK_BYTES
+    allocate = backend.allocate_host
+
+    def allocate_and_note(num_bytes: int) -> torch.Tensor:
+        began = time.monotonic()
+        memory = allocate(num_bytes)
+        spans.append((began, time.monotonic()))
+        return memory
+
+    monkeypatch.setattr(backend, "allocate_host", allocate_and_note)
+    gate = backend.allocation_gates[1] = threading.Event()
+    rank.register()
+    backend.wait_allocating(1)
+    rank.step()
+    gate.set()
+    within_patience(rank.worker.host_pool.join)
+    (began, ended), (next_began, _) = spans[1:3]
+    assert next_began - ended > 7 * (ended - began)
 
 
 def test_shutdown_while_blocks_are_being_opened(

@@ -87,7 +87,6 @@ class CudaBackend:
     def _pin(self, memory: torch.Tensor) -> None:
         torch.cuda.set_device(self._device)
         address, num_bytes = memory.data_ptr(), memory.nbytes
-        began = time.monotonic()
         with _outside_graph_capture():
             error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(error) != 0:
@@ -96,8 +95,6 @@ class CudaBackend:
                 "Is the lock limit (ulimit -l) high enough?"
             )
         self._pinned[address] = memory
-        # Launches that wait go first: the driver's lock is not fair.
-        time.sleep(time.monotonic() - began)
 
     def _release_host(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
