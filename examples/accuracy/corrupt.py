@@ -43,7 +43,7 @@ class CorruptingBackend:
 
     def __init__(self, inner: CopyBackend) -> None:
         self._inner = inner
-        self.chunk_bytes = inner.chunk_bytes
+        self.chunk_bytes, self.pins_memory = inner.chunk_bytes, inner.pins_memory
         self.allocate_host, self.open, self.close = inner.allocate_host, inner.open, inner.close
         self.barrier, self.enter_thread = inner.barrier, inner.enter_thread
         self._chunks: list[Sequence[torch.Tensor]] = []

@@ -161,6 +161,8 @@ class CopyBackend(Protocol):
 
     chunk_bytes: int
     """Size of a chunk of host memory."""
+    pins_memory: bool
+    """Whether a driver pins host memory. Launches wait meanwhile."""
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device can reach, int8 ``[num_bytes]``. May take seconds. Called

@@ -19,6 +19,7 @@ class HostBackend:
     """One chunk: memory that is not pinned costs nothing until it is written. The worker checks at
     start that there is enough, and nothing checks later."""
 
+    pins_memory = False
     numa_node = None
 
     def __init__(self) -> None:

@@ -137,7 +137,8 @@ class HostPool:
             try:
                 self._open_chunk()
                 is_waiting = False
-                self._pause(time.monotonic() - began)
+                if self._backend.pins_memory:
+                    self._pause(time.monotonic() - began)
             except memory.MemoryShortageError as shortage:
                 if not is_waiting:
                     logger.warning(

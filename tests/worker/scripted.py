@@ -130,6 +130,7 @@ class ScriptedBackend:
     number, from 0."""
 
     least_part_bytes = 1
+    pins_memory = False
 
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         self.chunk_bytes = chunk_bytes

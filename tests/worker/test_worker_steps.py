@@ -120,7 +120,7 @@ def test_memory_opens_slowly_beside_steps(
     """Launches wait while a driver pins memory: most of the time is left to them."""
     rank = make_rank(register=False)
     backend, spans = rank.backend, list[tuple[float, float]]()
-    backend.chunk_bytes = BLOCK_BYTES
+    backend.chunk_bytes, backend.pins_memory = BLOCK_BYTES, True
     allocate = backend.allocate_host
 
     def allocate_and_note(num_bytes: int) -> torch.Tensor:

@@ -53,6 +53,7 @@ class CudaBackend:
     chunk_bytes = 64 << 20
     """Pinned by one call. Launches wait meanwhile, as the driver takes a lock: up to 90 ms beside
     calls of 1 GiB (docs/measurements.md, "Memory that opens beside requests")."""
+    pins_memory = True
     least_part_bytes = 256 << 10  # smaller descriptors take longer
 
     def __init__(self, copy_path: CopyPath = "auto") -> None:

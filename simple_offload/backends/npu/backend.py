@@ -78,6 +78,7 @@ class NpuBackend:
     """
 
     chunk_bytes = 1 << 30  # the runtime refuses a single allocation of some 200 GB
+    pins_memory = True
 
     def __init__(self, copy_path: str = "auto") -> None:
         if copy_path not in ("auto", "batch", "single"):
