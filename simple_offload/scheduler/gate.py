@@ -102,7 +102,7 @@ class Gate:
             self._loads.unpin_hit(request_id)
             num_tokens = num_blocks = 0
         withholds = self._policy.before_allocation(
-            request, num_blocks, num_computed_tokens + num_tokens, hit.shared_prefix
+            request, num_blocks, num_computed_tokens + num_tokens
         )
         if num_tokens and not withholds:
             self._offered = request_id, num_computed_tokens + num_tokens

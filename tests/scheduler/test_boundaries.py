@@ -1,7 +1,5 @@
 """Boundaries: windows and states of a session's earlier turns make room first."""
 
-from typing import Any
-
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
@@ -71,21 +69,6 @@ def test_earlier_turns_make_room_for_their_own_session(drive: MakeDriver) -> Non
     third = turn(driver, "third", second, 5, on_device=True)
     assert begins(driver, third) == len(third) // 4 * 4
     assert [driver.found(each) for each in others][-4:] == [4] * 4
-
-
-@pytest.mark.parametrize("groups", [{"windows": (0, 8)}, {"num_states": 1}])
-def test_the_second_of_a_shared_prefix_keeps_its_end(
-    drive: MakeDriver, groups: dict[str, Any]
-) -> None:
-    """Although only the tier has the prefix."""
-    driver = drive(num_device_blocks=60, num_host_blocks=70, **groups)
-    shared = prompt(16)
-    driver.serve("first", [*shared, *prompt(9, 1)])
-    driver.empty_device_cache()
-    assert driver.found([*shared, *prompt(9, 2)]) == 0
-    driver.serve("second", [*shared, *prompt(9, 2)])
-    driver.empty_device_cache()
-    assert driver.found([*shared, *prompt(9, 3)]) == len(shared)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

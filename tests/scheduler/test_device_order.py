@@ -73,37 +73,3 @@ def test_blocks_that_return_behind_the_scan_s_place_are_not_known_as_safe(
     driver.copy_all()
     driver.step()
     assert 0 < num_safe_of(driver.scheduler) <= num_safe(driver)
-
-
-SPARSE = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "lazy": True, "num_host_blocks": 400}
-"""Few blocks are kept safe for the next steps, of a device that has many."""
-
-
-def test_as_many_blocks_are_safe_as_a_load_takes(drive: MakeDriver) -> None:
-    found = []
-    for num_loads in (0, 6):
-        driver = drive(num_device_blocks=161, max_model_len=120, **SPARSE)
-        for turn in range(num_loads):
-            driver.serve(f"load {turn}", prompt(101))
-            driver.fill(33, first=1)
-            if not turn:
-                assert driver.found(prompt(101)) == 100
-            driver.empty_device_cache()
-        driver.fill(45, first=40)
-        found.append(num_safe(driver))
-    assert found[1] >= found[0] + 5
-
-
-def test_as_many_blocks_are_safe_as_requests_in_the_queue_want(drive: MakeDriver) -> None:
-    driver = drive(num_device_blocks=161, max_model_len=120, **SPARSE)
-    driver.fill(50, first=1)
-    before = num_safe(driver)
-    running = driver.start("running", prompt(5, 80), max_tokens=60)
-    driver.step_until(lambda: running.num_output_tokens)
-    driver.start("queued", prompt(101, 81))
-    for _ in range(8):
-        driver.step()
-        driver.copy_all()
-    assert not running.is_finished()
-    assert num_safe(driver) >= before + 20
-    driver.run()

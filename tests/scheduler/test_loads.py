@@ -167,18 +167,6 @@ def test_blocks_are_held_until_every_rank_is_done(
     assert not any(step.admitted for step in steps)  # nothing is left to wait for
 
 
-@pytest.mark.proves("I2")
-def test_a_load_has_its_own_references_to_blocks_that_may_leave_a_table(drive: MakeDriver) -> None:
-    """A request that waits for a load keeps its blocks, except those outside its window."""
-    driver = stored(drive, windows=(0, 8), num_device_blocks=60)
-    driver.start("a", prompt(17))
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    blocks = [driver.device_pool.blocks[block_id] for block_id in load.device_blocks.tolist()]
-    assert [block.ref_cnt for block in blocks] == [1] * 4 + [2] * 2
-    driver.run()
-
-
 # Admission: loads that every rank announces before their end
 
 
@@ -204,32 +192,6 @@ class Loading:
     def admitted(self) -> list[int]:
         """Ids of the loads that the steps have admitted, in order."""
         return [load_id for step in self.steps for load_id in step.admitted]
-
-    @property
-    def num_holds(self) -> list[int]:
-        """By rank, how often compute had to wait for a copy that had not ended."""
-        return [rank.device.num_holds for rank in self.driver.world.ranks]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
-    drive: MakeDriver, num_ranks: int
-) -> None:
-    loading = Loading(drive, num_ranks=num_ranks)
-    driver, request = loading.driver, loading.request
-    for rank in range(num_ranks):
-        driver.step(2)
-        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        driver.announce(LOAD, rank)
-    assert loading.num_holds == [0] * num_ranks
-    loading.step_until_admitted()
-    assert request.status == RequestStatus.RUNNING
-    assert loading.steps[-1].num_tokens
-    assert loading.num_holds == [1] * num_ranks
-    assert all(driver.pending(LOAD, rank) for rank in range(num_ranks))  # no copy has run
-    driver.run()  # its tokens are right
-    assert loading.admitted == [loading.load.id]
-    assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @pytest.mark.proves("I2")

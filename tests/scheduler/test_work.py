@@ -215,7 +215,7 @@ def old_prompt(extra: dict[str, Any], tier: int = 512, device: int = 128, blocks
     requests, store it."""
     rig = full_rig(extra, tier, device)
     prompts = rig.prompts(device // blocks + 2, blocks)
-    rig.run(prompts * 4)  # the policy depends on the size of recent loads
+    rig.run(prompts * 4)  # until each round finds as much as the one before
     before = rig.num_transferred
     work = count_prompts(rig, prompts[: 96 // blocks])
     assert rig.num_transferred - before >= 3 * blocks
@@ -288,8 +288,7 @@ def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
 
 def aborted_load(extra: dict[str, Any], aborted: int = 64) -> Work:
     """The step after an aborted load of ``aborted`` blocks has ended. vLLM puts them before all
-    blocks of the queue that are known to be safe, while another request has unstored blocks. As
-    many as a load takes should be safe."""
+    blocks of the queue that are known to be safe, while another request has unstored blocks."""
     rig = Rig(device=1024, tier=2048, extra=extra)
     [prompt] = rig.prompts(1, aborted)
     rig.run([prompt])
@@ -472,7 +471,7 @@ TABLE = (
 SIZES = {
     "tier": (512, 768, 1024),  # room for duplicates of all that the device has
     "device": (96, 144, 192),
-    "large device": (320, 480, 640),
+    "large device": (640, 800, 960),
     "blocks": (8, 16, 32),
     "requests": (8, 16, 32),
     "context": (32, 64, 128),

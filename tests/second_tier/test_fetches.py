@@ -342,15 +342,6 @@ def test_a_request_goes_on_when_its_time_is_over(server: Server, clock: Clock, l
     assert server.num_pinned == 0
 
 
-def test_a_request_waits_as_long_as_computing_takes(server: Server, clock: Clock) -> None:
-    compute(server, clock)
-    request = begin(server)  # 25 tokens
-    clock.now += 0.099
-    assert server.ask(request)
-    clock.now += 0.002
-    assert not server.ask(request)
-
-
 def test_a_slow_tier_is_asked_once_a_minute(server: Server, clock: Clock) -> None:
     """Compute takes 0.1 s for this prompt, and a fetch a second."""
     compute(server, clock)

@@ -195,7 +195,6 @@ class ScriptedDevice(HostBackend):
         """Blocks of copies that have not failed."""
         self.fatal = dict.fromkeys(Direction, 0)
         """By direction, copies that end their thread."""
-        self.ignore_barriers: set[Direction] = set()
         self.estimate: Callable[[ScriptedCopy], bool] = lambda copy: False
         """Whether each copy announces from now on that it is nearly done."""
 
@@ -224,8 +223,7 @@ class ScriptedDevice(HostBackend):
             self.fatal[direction] -= 1
             raise SystemExit("killed by the script")
         assert barrier is None or isinstance(barrier, ComputeMark)
-        mark = None if direction in self.ignore_barriers else barrier
-        pending = ScriptedCopy(self, direction, transfer, mark)
+        pending = ScriptedCopy(self, direction, transfer, barrier)
         self.copies[direction].append(pending)
         return pending
 

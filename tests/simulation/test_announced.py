@@ -3,7 +3,8 @@
 import pytest
 
 from simple_offload.backends.base import Direction
-from tests.simulation.mutations.transfers import hold_late
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.mutations.registry import mutation
 from tests.simulation.shape import Shape
 from tests.simulation.world import World
 
@@ -12,7 +13,9 @@ PROMPT = list(range(20))
 OTHER_PROMPT = [*PROMPT[:8], *range(40, 60)]
 """Its common head with the first is so short that both requests load it."""
 
-NO_HOLD_BEFORE_STORES_ALONE = hold_late("submit_stores", lambda metadata: not metadata.num_tokens)
+NO_HOLD_BEFORE_STORES_ALONE = mutation(
+    OffloadWorker.bind, "if metadata.admitted:", "if metadata.admitted and metadata.num_tokens:"
+)
 """In a step without compute, stores do not wait for the loads that the step admits. Random scripts
 never show this."""
 

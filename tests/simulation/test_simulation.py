@@ -13,6 +13,7 @@ from tests.simulation.groups import MODELS, PLAIN
 from tests.simulation.mutations.situations import (
     BAD_OBJECTS,
     EVICTIONS,
+    MIXED_RANKS,
     OBJECTS,
     OVERLOAD,
     SAME_PROMPTS,
@@ -157,6 +158,12 @@ def test_requests_with_one_prompt_share_its_load() -> None:
     """They wait for it, and few others pass them meanwhile (``promises.Answers``)."""
     worlds = played(SAME_PROMPTS(Script.draw(seed)) for seed in range(400, 403))
     assert sum(world.answers.num_asked_again for world in worlds) > 10
+
+
+def test_ranks_that_share_host_memory_but_for_one_group() -> None:
+    """The tier evicts much, and a host block stands for one or two (``CpuTier.allocate_for``)."""
+    worlds = played(MIXED_RANKS.draw(seed) for seed in range(9, 12))
+    assert sum(world.num_blocks_loaded for world in worlds) > 100
 
 
 def test_hashes_move_away_from_running_states() -> None:

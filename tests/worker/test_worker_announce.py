@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.metadata import StepMetadata
 from tests.worker.conftest import MakeRank
@@ -45,19 +44,6 @@ def test_a_load_is_announced_when_little_is_left(
     assert rank.step(StepMetadata([load(0, "r")])) == ({"r"} if announced else set(), set())
     pending.ended.set()
     assert rank.step() == (set() if announced else {"r"}, set())
-
-
-@pytest.mark.proves("I3")
-def test_with_states_nothing_is_announced(
-    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM moves a request's state before the step's hooks run."""
-    monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)
-    rank = make_rank()
-    pending = rank.pend(0, 0.0)
-    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
-    pending.ended.set()
-    assert rank.step() == ({"r"}, set())
 
 
 def test_what_is_left_of_earlier_loads_is_added(rank: Rank) -> None:

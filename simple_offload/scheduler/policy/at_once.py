@@ -57,19 +57,14 @@ class AtOnce(StorePolicy):
         """Released contents whose stores are in flight, and their owner."""
 
     def before_allocation(
-        self,
-        request: Request,
-        _num_load_blocks: int,
-        num_computed_tokens: int,
-        shared_prefix: int,
-        /,
+        self, request: Request, _num_load_blocks: int, num_computed_tokens: int, /
     ) -> bool:
-        """Have vLLM keep windows and states at the end of a prefix that others share, also if only
-        the tier has that. The end of a conversation's chain is none. vLLM sets the attribute from
-        the device's cache just before it asks a connector, and reads it when it schedules."""
-        shared_prefix = max(request.shared_prefix_boundary, shared_prefix)
-        is_own = shared_prefix <= self._boundaries.num_own(request, num_computed_tokens)
-        request.shared_prefix_boundary = 0 if is_own else shared_prefix
+        """vLLM keeps windows and states at the end of a prefix that others share. The end of a
+        conversation's chain is none. vLLM sets the attribute from the device's cache just before it
+        asks a connector, and reads it when it schedules."""
+        num_own = self._boundaries.num_own(request, num_computed_tokens)
+        if request.shared_prefix_boundary <= num_own:
+            request.shared_prefix_boundary = 0
         return False
 
     def on_step(self, scheduled: SchedulerOutput) -> None:

@@ -22,15 +22,6 @@ MAX_WITHHELD = 8
 """How often blocks are withheld from a request, which may then lack room. A store takes three steps
 (``FreeQueueScan``), and a load may need several stores."""
 
-_NUM_AVERAGED = 8
-"""Loads whose size is averaged. As many blocks are kept safe: where fewer are, the next load gets
-safe blocks from further back in the device's free queue, and the device loses what it used
-later."""
-
-_MAX_POSTPONED = 8
-"""Steps in a row for which early stores are postponed. One store of many blocks takes the scheduler
-and the worker about as long as one of few."""
-
 
 class BeforeEviction(StorePolicy):
     """For models with one chained KV cache group. Keeps the front of the device's free queue, which
@@ -57,39 +48,22 @@ class BeforeEviction(StorePolicy):
         """Requests with blocks recorded since they were last stored ahead of time."""
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
-        self._num_postponed = 0
-        """Steps for which early stores have been postponed by now."""
         self._num_withheld: dict[str, int] = {}
         """By request without blocks, how often some were withheld from it."""
-        self._num_queued = 0
-        """Device blocks that the requests in vLLM's queue will have, at most."""
-        self._queued: dict[str, int] = {}
-        """By request, device blocks that it will have, at most."""
-        self._load_size = 0.0
-        """Device blocks of a load, an average of the last ones."""
 
     @property
     def idle(self) -> bool:
         return not (self._has_news or self._scan.is_behind)
 
-    def on_new_request(self, request: Request) -> None:
-        super().on_new_request(request)
-        num_blocks = self._num_blocks(request.num_tokens)
-        self._queued[request.request_id] = num_blocks
-        self._num_queued += num_blocks
-
     def before_allocation(
-        self,
-        request: Request,
-        num_load_blocks: int,
-        num_computed_tokens: int,
-        _shared_prefix: int,
-        /,
+        self, request: Request, num_load_blocks: int, num_computed_tokens: int, /
     ) -> bool:
         """Contents that only the device has are withheld from the request, and stored with this
         step. If too few blocks are left, vLLM lets no request pass this one."""
         num_tokens = min(request.num_tokens - num_computed_tokens, self._max_step_tokens)
-        num_needed = num_load_blocks or self._num_blocks(num_tokens)
+        num_needed = num_load_blocks or sum(
+            cdiv(num_tokens, manager.block_size) for manager in self._managers
+        )
         if num_needed > self._device_pool.get_num_free_blocks():
             return False
         num_times = self._num_withheld.get(request.request_id, 0)
@@ -118,12 +92,11 @@ class BeforeEviction(StorePolicy):
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
-        stores_early = self._stores_early and not self._postpone(scheduled, due)
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
-        if stores_early and self._tier.num_empty:
+        if self._stores_early and self._tier.num_empty:
             self._store_running(self._tier.num_empty)
-        self._scan.on_step(max(self._num_queued, int(self._load_size)), stores_early)
+        self._scan.on_step(self._stores_early)
         self._has_news = False
 
     def on_request_finished(self, request: Request, loading: bool) -> None:
@@ -155,9 +128,6 @@ class BeforeEviction(StorePolicy):
         self._behind.pop(progress.request.request_id, None)
         (group,) = self._groups.ids
         progress.num_ahead = progress.num_recorded[group]
-        if progress.num_loaded_tokens:
-            num_blocks = self._num_blocks(progress.num_loaded_tokens)
-            self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
 
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         for group, _, blocks, keys in completed:
@@ -178,7 +148,6 @@ class BeforeEviction(StorePolicy):
 
     def _leave_queue(self, request_id: str) -> None:
         super()._leave_queue(request_id)
-        self._num_queued -= self._queued.pop(request_id, 0)
         self._num_withheld.pop(request_id, None)
 
     def _follow_device(self) -> None:
@@ -194,24 +163,6 @@ class BeforeEviction(StorePolicy):
                 progress.num_ahead = 0
 
     # Storing
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """Device blocks for ``num_tokens`` tokens of a request, at most."""
-        return sum(cdiv(num_tokens, manager.block_size) for manager in self._managers)
-
-    def _postpone(self, scheduled: SchedulerOutput, due: Sequence[str]) -> bool:
-        """Count the step. Returns whether it leaves early stores to later steps. A step without
-        tokens does not: no other may follow. Nor does one that goes on with the prompt of a request
-        that is ``due``: long prompts are stored as they are computed."""
-        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
-        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
-        can_wait = (
-            scheduled.total_num_scheduled_tokens > 0
-            and self._num_postponed < _MAX_POSTPONED
-            and begun.issuperset(prompts)
-        )
-        self._num_postponed = self._num_postponed + 1 if can_wait else 0
-        return can_wait
 
     def _store_running(self, budget: int) -> None:
         """Store up to ``budget`` recorded device blocks of running requests."""

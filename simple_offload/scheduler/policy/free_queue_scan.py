@@ -115,19 +115,18 @@ class FreeQueueScan:
             blocks = [block for block in blocks if block.ref_cnt > 0]
         block_pool.free_blocks(self._device_pool, reversed(blocks))
 
-    def on_step(self, demand: int, may_store_early: bool) -> None:
-        """A step has got its blocks: go on until ``demand`` blocks for requests in vLLM's queue are
-        safe, beside ``min_ahead``. ``may_store_early``: go on while the tier has empty blocks, in
-        small parts, while no store from the queue is in flight."""
+    def on_step(self, may_store_early: bool) -> None:
+        """A step has got its blocks: go on until ``min_ahead`` blocks are safe.
+        ``may_store_early``: go on while the tier has empty blocks, in small parts, while no store
+        from the queue is in flight."""
         self._store_withheld()
         if self._residency.are_stored:
             self.is_behind = False
             return
         if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
             self._start_over()
-        num_ahead = self.min_ahead + demand
-        self._pass_newcomers(num_ahead)
-        self._go_on(num_ahead)
+        self._pass_newcomers()
+        self._go_on(self.min_ahead)
         # Goes on when the stores in flight have ended.
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
         if may_store_early and not self._pinned and not self._tier_is_full:
@@ -136,7 +135,7 @@ class FreeQueueScan:
             self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
         # Every free block has been passed, but too few are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()
-        if self.num_safe < min(num_ahead, num_free) and self._is_at_end():
+        if self.num_safe < min(self.min_ahead, num_free) and self._is_at_end():
             self._start_over()
 
     # Details
@@ -179,12 +178,12 @@ class FreeQueueScan:
         self._cursor = None
         self._passed.intersection_update(self._pinned)
 
-    def _pass_newcomers(self, limit: int) -> None:
+    def _pass_newcomers(self) -> None:
         """Pass the empty blocks that vLLM has put before all others. Start over if there are more
-        than ``limit``, or others from an unknown place."""
+        than ``min_ahead``, or others from an unknown place."""
         if self._cursor is None:
             return
-        for block in block_pool.free_blocks_after(self._device_pool, None, limit):
+        for block in block_pool.free_blocks_after(self._device_pool, None, self.min_ahead):
             if block.block_id in self._passed or block is self._cursor:
                 return
             if block.block_hash is not None:

@@ -69,11 +69,6 @@ class Progress:
         """The request's session, or one by itself."""
         return session_of(self.request)
 
-    @property
-    def in_prompt(self) -> bool:
-        """Whether the step that is being scheduled computes tokens of its prompt."""
-        return self.request.num_computed_tokens < self.request.num_prompt_tokens
-
 
 class Completed(NamedTuple):
     """Blocks of a request that vLLM finds, all sub-blocks of whole host blocks."""
@@ -146,17 +141,11 @@ class StorePolicy(ABC):
 
     @abstractmethod
     def before_allocation(
-        self,
-        request: "Request",
-        num_load_blocks: int,
-        num_computed_tokens: int,
-        shared_prefix: int,
-        /,
+        self, request: "Request", num_load_blocks: int, num_computed_tokens: int, /
     ) -> bool:
         """vLLM is about to give a request ``num_load_blocks`` device blocks for a load, or else
         those for the tokens that a step computes after the first ``num_computed_tokens``.
-        ``shared_prefix``: as its lookup found (``HostHit``). Returns whether blocks are withheld
-        from it."""
+        Returns whether blocks are withheld from it."""
 
     def on_allocated(
         self,

@@ -1,7 +1,6 @@
 """EvictionOrder: which free host block leaves the tier next."""
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,6 @@ PROTECTED_AGE = 1.25
 """Protected contents stay this many times as long as contents on probation. Less follows a change
 of requests sooner: a user who has left. More keeps contents that return late among prompts that
 come once."""
-
-_MOST_LOOKED_AT = 4
-"""Duplicates that are looked at for each block that should leave."""
 
 _PROBATION, _PROTECTED, _RESERVED, _EMPTY, _DUPLICATES = range(5)
 """Queues. The first four are also segments: each block belongs to one, pinned or free."""
@@ -135,8 +131,7 @@ class EvictionOrder:
         self, limit: int, keep: Container[int]
     ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
         """Up to ``limit`` pinned, empty blocks; the evicted keys of duplicates, and of others.
-        ``keep``: never evict these block ids, nor a block behind one of them. Duplicates among
-        them become the last to leave."""
+        ``keep``: never evict these block ids, nor a block behind one of them."""
         blocks: list[KVCacheBlock] = []
         lost: dict[bool, list[BlockHashWithGroupId]] = {True: [], False: []}
 
@@ -149,25 +144,16 @@ class EvictionOrder:
                     lost[queue is self._duplicates].extend(keys)
                 blocks.extend(new)
 
-        def take_duplicates(count: int) -> None:
-            left = min(self._duplicates.num_free_blocks, _MOST_LOOKED_AT * limit)
-            stop = min(limit, len(blocks) + count)
-            while len(blocks) < stop and left > 0:
-                left -= self._make_last(keep, left)
-                num_before = len(blocks)
-                take(self._duplicates, min(left, stop - num_before))
-                left -= len(blocks) - num_before
-
         take(self._empty, limit)
         if len(blocks) < limit:
             self._settle()
             # Nothing is lost with a duplicate.
-            take_duplicates(self.num_duplicates - int(DUPLICATES_SHARE * self.max_contents))
+            take(self._duplicates, self.num_duplicates - int(DUPLICATES_SHARE * self.max_contents))
             # Requests have changed, or these would have been found by now.
             take(self._protected, self._num_old(limit - len(blocks)))
             take(self._probation, limit)
             take(self._protected, limit)
-            take_duplicates(limit)
+            take(self._duplicates, limit)
             take(self._reserved, limit)
         self.num_evicted += len(lost[False])
         return blocks, lost[True], lost[False]
@@ -325,14 +311,6 @@ class EvictionOrder:
                 oldest, count = next(protected, None), count + 1
             if not oldest or count + num_others >= limit:
                 break
-        return count
-
-    def _make_last(self, keep: Container[int], limit: int) -> int:
-        """Put up to ``limit`` blocks of ``keep`` from the front of the duplicates behind all
-        others: the device loses their contents next. Returns how many."""
-        queued = islice(self._duplicates.iter_blocks_after(None), limit)
-        count = sum(1 for _ in takewhile(lambda block: block.block_id in keep, queued))
-        self._duplicates.append_n(self._duplicates.popleft_n(count))
         return count
 
     def _num_distinct(self, block_ids: BlockIds) -> int:

@@ -22,8 +22,6 @@ class HostHit(NamedTuple):
     of each group's last block."""
     pins: Sequence[KVCacheBlock] = ()
     """Its blocks, which must stay as long as the hit; by group, parents before children."""
-    shared_prefix: int = 0
-    """Tokens from the first one on that a chain has, if windows or states end the hit earlier."""
 
 
 class Lookup:
@@ -56,19 +54,15 @@ class Lookup:
             limit = min(max_tokens // size, len(remaining))
             chain = self._longest(remaining, groups.key_ends[0], limit)
             blocks, num_tokens = (chain,), len(chain) * size  # and so without null blocks
-            shared_prefix = 0
         else:
-            blocks, num_tokens, num_more = self._coordinator.find_longest_cache_hit(
-                remaining, max_tokens
-            )
-            shared_prefix = start + num_tokens + num_more if num_more else 0
+            blocks, num_tokens, _ = self._coordinator.find_longest_cache_hit(remaining, max_tokens)
         if groups.num_sub_blocks > 1:
             num_tokens = self._extend(block_hashes, start, blocks, num_tokens, max_tokens)
         num_tokens = max(0, start + num_tokens - num_computed_tokens)
         if groups.is_one_chain or not num_tokens:
-            return HostHit(blocks, num_tokens, blocks[0] if num_tokens else (), shared_prefix)
+            return HostHit(blocks, num_tokens, blocks[0] if num_tokens else ())
         pins = [block for of_group in blocks for block in of_group if not block.is_null]
-        return HostHit(blocks, num_tokens, pins, shared_prefix)
+        return HostHit(blocks, num_tokens, pins)
 
     # Details
 

@@ -1,13 +1,8 @@
 """Host memory that ranks share: who stores what, and where each rank's own contents are."""
 
-from dataclasses import replace
-from typing import Any
-
-from simple_offload.backends.base import Direction
 from simple_offload.replicas import Replicas
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.transfer import BlockIds
 from simple_offload.worker.rank_pool import RankPool
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import always, mutation
@@ -20,75 +15,39 @@ from tests.simulation.mutations.situations import (
 
 # Stripes
 
-
-@mutation(RankPool, "own_part", RANKS_WITH_THE_SAME_KV)
-def give_two_ranks_one_stripe(own_part: Any, self: RankPool, *arguments: Any) -> Any:
-    return own_part(replace(self, place=0), *arguments)
-
-
-@mutation(RankPool, "own_part", RANKS_WITH_THE_SAME_KV)
-def skip_the_last_stripe(own_part: Any, self: RankPool, direction: Direction, transfer: Any) -> Any:
-    own = own_part(self, direction, transfer)
-    if direction is Direction.STORE and self.place == self.size - 1:
-        return replace(own, device_blocks=own.device_blocks[:0], host_blocks=own.host_blocks[:0])
-    return own
-
-
-@mutation(RankPool, "own_part", RANKS_WITH_THE_SAME_KV)
-def load_a_stripe_only(own_part: Any, self: RankPool, direction: Direction, transfer: Any) -> Any:
-    return own_part(self, Direction.STORE, transfer)
-
+give_two_ranks_one_stripe = mutation(
+    RankPool.own_part, "(self.place, self.place + 1)", "(0, 1)", RANKS_WITH_THE_SAME_KV
+)
+skip_the_last_stripe = mutation(
+    RankPool.own_part,
+    "shared[start:stop]",
+    "shared[start : stop * (self.place < self.size - 1)]",
+    RANKS_WITH_THE_SAME_KV,
+)
+load_a_stripe_only = mutation(
+    RankPool.own_part, "direction is Direction.LOAD or ", "", RANKS_WITH_THE_SAME_KV
+)
 
 # All ranks of a pool
 
-
-@mutation(TransferLedger, "begin", SLOW_RANKS)
-def end_with_the_first_rank(begin: Any, self: TransferLedger) -> int:
-    """Blocks are unpinned, and keys committed, while the others still copy."""
-    transfer_id: int = begin(self)
-    self._num_ranks_left[transfer_id] = 1
-    return transfer_id
-
-
-@mutation(OffloadWorker, "_note", DYING_RANKS)
-def take_no_notice_of_a_dead_thread(
-    note: Any, self: OffloadWorker, direction: Direction, completion: Any
-) -> None:
-    """As if others had copied the dead rank's stripe."""
-    note(self, direction, completion._replace(error=None))
-
-
-@take_no_notice_of_a_dead_thread.also(OffloadWorker, "drain_report")
-def go_on_without_it(drain_report: Any, self: OffloadWorker) -> Any:
-    report = drain_report(self)
-    if report is not None:
-        report.broken = False
-    return report
-
+# Blocks are unpinned, and keys committed, while the others still copy.
+end_with_the_first_rank = mutation(TransferLedger.begin, "self.num_ranks", "1", SLOW_RANKS)
+# As if others had copied the dead rank's stripe.
+take_no_notice_of_a_dead_thread = mutation(
+    OffloadWorker._note, "", "completion = completion._replace(error=None)", DYING_RANKS
+).also(OffloadWorker.drain_report, "any(lane.is_broken for lane in self.lanes.values())", "False")
 
 # Private groups
 
-take_all_groups_for_shared = always(CpuTier, "share", None, MIXED_RANKS)
-
-
-@mutation(CpuTier, "slots_by_place", MIXED_RANKS)
-def give_all_places_the_blocks_of_the_first(
-    slots_by_place: Any, self: CpuTier, slots: BlockIds
-) -> Any:
-    by_place = slots_by_place(self, slots)
-    if by_place is not None:
-        by_place[:] = slots
-    return by_place
-
-
-@mutation(CpuTier, "_split", MIXED_RANKS)
-def leave_the_blocks_that_another_stood_for(split: Any, self: CpuTier, blocks: Any) -> Any:
-    """They never come back."""
-    split(self, blocks)
-    return blocks
-
-
-@mutation(Replicas, "find", MIXED_RANKS)
-def share_every_group(find: Any, *arguments: Any) -> Replicas:
-    found: Replicas = find(*arguments)
-    return replace(found, private_groups=frozenset())
+take_all_groups_for_shared = always(CpuTier.share, None, MIXED_RANKS)
+give_all_places_the_blocks_of_the_first = mutation(
+    CpuTier.slots_by_place,
+    "count = self._groups.num_sub_blocks",
+    "return np.tile(slots, (self._num_places, 1))",
+    MIXED_RANKS,
+)
+# They never come back.
+leave_the_blocks_that_another_stood_for = mutation(
+    CpuTier._split, "return [*blocks, *others]", "return blocks", MIXED_RANKS
+)
+share_every_group = mutation(Replicas.find, "if each % count", "if False", MIXED_RANKS)

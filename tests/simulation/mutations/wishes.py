@@ -1,11 +1,8 @@
 """Wishes: what a request keeps out of the tiers, wants kept or releases, and its report."""
 
-from dataclasses import replace
-from typing import Any
-
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.owners import Owners
-from simple_offload.scheduler.policy.residency import Residency, StoreRule
+from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.wishes import Wishbook
@@ -14,59 +11,36 @@ from tests.simulation.mutations.situations import WISHES, WISHES_IN_A_SMALL_TIER
 
 # What is kept out
 
-
-@mutation(StorePolicy, "on_allocated", WISHES)
-def store_what_is_kept_out(
-    on_allocated: Any, self: StorePolicy, request: Any, found: int, loaded: int, wishes: Any
-) -> None:
-    on_allocated(self, request, found, loaded, replace(wishes, store=True))
-
-
-@mutation(Residency, "on_hit", WISHES.beginning_with(27))
-def store_what_requests_hit_that_want_nothing_stored(
-    on_hit: Any, self: Residency, block_ids: Any, _: Any
-) -> Any:
-    return on_hit(self, block_ids, StoreRule.ALL)
-
-
-@mutation(StorePolicy, "on_request_finished", WISHES)
-def store_the_end_of_what_is_kept_out(
-    finished: Any, self: StorePolicy, request: Any, **options: Any
-) -> None:
-    if (progress := self._progress.get(request.request_id)) is not None:
-        progress.rule = StoreRule.ALL
-    finished(self, request, **options)
-
+store_what_is_kept_out = mutation(StorePolicy._begin, "if wishes.store:", "if True:", WISHES)
+store_what_requests_hit_that_want_nothing_stored = mutation(
+    Residency.on_hit, "if rule is StoreRule.NONE:", "if False:", WISHES.beginning_with(27)
+)
+store_the_end_of_what_is_kept_out = mutation(
+    StorePolicy.on_request_finished,
+    "self._pacer.remove(request_id)",
+    "self._pacer.remove(request_id); progress.rule = StoreRule.ALL",
+    WISHES,
+)
 
 # What is kept
 
-
-@mutation(EvictionOrder, "pin", WISHES_IN_A_SMALL_TIER)
-def forget_that_a_hit_block_is_reserved(pin: Any, self: EvictionOrder, blocks: Any) -> None:
-    blocks = list(blocks)
-    pin(self, blocks)
-    for block in blocks:
-        self._codes[block.block_id] = 1
-
+forget_that_a_hit_block_is_reserved = mutation(
+    EvictionOrder.pin, "code & _RESERVED or _PROTECTED", "_PROTECTED", WISHES_IN_A_SMALL_TIER
+)
 
 # What is released
 
-release_what_others_have_found = always(Owners, "share", None, WISHES)
-
-
-@mutation(StorePolicy, "_own", WISHES.beginning_with(12))
-def own_what_was_there(
-    own: Any, self: StorePolicy, progress: Any, group: int, keys: Any, lacking: Any
-) -> None:
-    own(self, progress, group, (), lacking)
-    self._owners.claim(progress.session, keys)
-
+release_what_others_have_found = always(Owners.share, None, WISHES)
+own_what_was_there = mutation(
+    StorePolicy._own,
+    "session, [key for key in keys if key not in new]",
+    "session, ()",
+    WISHES.beginning_with(11),
+).also(StorePolicy._own, "claim(progress.session, new)", "claim(progress.session, keys)")
 
 # Requests
 
-remember_wishes_for_ever = always(Wishbook, "forget", None, WISHES)
-
-
-@mutation(OffloadScheduler, "request_finished", WISHES)
-def report_nothing(finished: Any, self: OffloadScheduler, request: Any) -> tuple[bool, None]:
-    return finished(self, request)[0], None
+remember_wishes_for_ever = always(Wishbook.forget, None, WISHES)
+report_nothing = mutation(
+    OffloadScheduler.request_finished, "is not None and wants_report", "is ...", WISHES
+)
