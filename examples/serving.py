@@ -3,22 +3,22 @@
 import json
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from examples.bench.child import Device, engine_environment, failure, how_ended, stop
+from examples.bench.child import failure, how_ended, start, stop
 from examples.bench.command import RunFailed
 
 HOST = "127.0.0.1"
@@ -30,6 +30,8 @@ STOP_SECONDS = 30.0
 COMMAND = (sys.executable, "-m", "examples.vllm_command", "serve")
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 60.0
+_DIRECT = build_opener(ProxyHandler({}))
+"""Without the proxies of the environment."""
 
 
 class Endpoint:
@@ -78,15 +80,12 @@ class Endpoint:
 
     def exchange(self, method: str, path: str) -> tuple[int, bytes]:
         """The status and the body of an answer."""
-        parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.netloc, timeout=_ANSWER_SECONDS)
+        request = Request(self.url + path, method=method)  # noqa: S310 - http or https
         try:
-            connection.request(method, parts.path + path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+            with _DIRECT.open(request, timeout=_ANSWER_SECONDS) as answer:
+                return answer.status, answer.read()
+        except HTTPError as error:
+            return error.code, error.read()
 
 
 class Server(Endpoint):
@@ -107,7 +106,7 @@ class Server(Endpoint):
         """Start to serve ``model`` with vLLM's ``arguments`` under ``name``, on ``port`` of this
         host or on a free one, by COMMAND or by another ``command``.
 
-        ``environment`` is the server's whole one, see ``server_environment``. Its standard streams
+        ``environment`` is the server's whole one, see ``engine_environment``. Its standard streams
         go to ``log``. Raises RunFailed if the port is in use.
         """
         if port is not None and not is_free(port):
@@ -116,16 +115,8 @@ class Server(Endpoint):
         super().__init__(f"http://{HOST}:{self.port}")
         self.log = log
         address = ["--host", HOST, "--port", str(self.port), "--served-model-name", name]
-        with log.open("wb") as log_file:
-            self.process = subprocess.Popen(
-                [*(command or COMMAND), str(model), *address, *arguments],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C then reaches this process alone, which stops the server once.
-                start_new_session=True,
-            )
+        line = [*(command or COMMAND), str(model), *address, *arguments]
+        self.process = start(line, environment, log)
         self.pid = self.process.pid
         """Of the process, of its process group and of its session."""
         self.ended: Future[int] = Future()
@@ -166,7 +157,7 @@ class Server(Endpoint):
 
     def reset_prefix_cache(self, *, external: bool, seconds: float = RESET_SECONDS) -> None:
         """Reset the device's prefix cache, and with ``external`` the connector's as well. Waits
-        for requests and stores that hold blocks. Needs ``server_environment``.
+        for requests and stores that hold blocks. Needs ``engine_environment``.
 
         Raises RunFailed if that does not happen within ``seconds``.
         """
@@ -198,11 +189,6 @@ class Server(Endpoint):
         with suppress(TimeoutError):
             self.ended.result(timeout=_POLL_SECONDS)
             raise self.failure("ended while it was waited for")
-
-
-def server_environment(device: Device, scratch: Path, **extra: str) -> dict[str, str]:
-    """``engine_environment`` with vLLM's development endpoints, which reset caches."""
-    return engine_environment(device, scratch, VLLM_SERVER_DEV_MODE="1", **extra)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from simple_offload.cli.watch import follow
 from tools.set_up import ROOT
 
 PICTURE = ROOT / "docs" / "watch.svg"
-OPTIONS = ("--num-clients", "1", "--max-active-conversations", "5")
+CLIENTS, ACTIVE = 1, 5
 HOST_BYTES = 64 << 20
 PORT = 8000
 SECONDS = 5.0
@@ -33,10 +33,8 @@ COLUMNS = 98
 def main() -> None:
     """Raises RunFailed if the server does not start, or if PORT is in use."""
     with TemporaryDirectory() as folder:
-        bench, _ = parse(
-            ["--contenders", "ours", *OPTIONS, "--port", str(PORT), "--output", folder]
-        )
-        bench.plan = replace(bench.plan, host_bytes=HOST_BYTES)
+        bench, _ = parse(["--contenders", "ours", "--port", str(PORT), "--output", folder])
+        bench.plan = replace(bench.plan, clients=CLIENTS, active=ACTIVE, host_bytes=HOST_BYTES)
         with bench.serve(print) as (server, _), ThreadPoolExecutor(1) as clients:
             work = play_over_http(server, MODEL, bench.plan, Start(), print)
             played = clients.submit(asyncio.run, work)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from rich.console import Console
 
 from examples.accuracy.evaluation import OUR_TASK, evaluate, find_python
 from examples.accuracy.language import LONGEST, make_questions, write_questions
-from examples.accuracy.results import METRICS, Outcome, Pass, outcome_json, outcome_table, verdict
-from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
-from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
+from examples.accuracy.results import METRICS, Outcome, Pass, outcome_table, verdict
+from examples.bench.arguments import BenchParser, exit_codes, size, whole
+from examples.bench.child import engine_environment
+from examples.bench.command import BAD_RESULT, Show, exit_code_of, lines, print_lines, run_program
 from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
-from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output, save_numbers
-from examples.serving import Server, command_line, server_environment
+from examples.serving import Server, command_line
 
 MODELS = Path(__file__).parent / "models"
 OUR_MODELS = ("llama-recall", "window-recall")
@@ -55,17 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
-    prepare_output("--output", output, NUMBERS)
+    prepare_output(output, NUMBERS)
     console = Console()
     outcomes: dict[str, Outcome] = {}
     arguments.lm_eval = arguments.lm_eval or [find_python(), "-m", "lm_eval"]
-    with Progress() as progress:
-        for model in arguments.model:
-            name = Path(model).name
-            print_lines(console, f"{name}: {', '.join(arguments.tasks)}", style="bold")
-            outcomes[name] = Evaluations(arguments, model, progress).run()
-            console.print(outcome_table(outcomes[name]))
-            save_numbers(output, {each: outcome_json(found) for each, found in outcomes.items()})
+    show = lines()
+    for model in arguments.model:
+        name = Path(model).name
+        print_lines(console, f"{name}: {', '.join(arguments.tasks)}", style="bold")
+        outcomes[name] = Evaluations(arguments, model, show).run()
+        console.print(outcome_table(outcomes[name]))
+        save_numbers(output, {each: found.to_json() for each, found in outcomes.items()})
     passed = not any(outcome.problems for outcome in outcomes.values())
     print_lines(console, f"Numbers: {output / NUMBERS}")
     print_lines(console, verdict(outcomes), style=f"bold {'green' if passed else 'red'}")
@@ -75,14 +74,14 @@ def _run(arguments: argparse.Namespace) -> int:
 class Evaluations:
     """One model: served without the connector and with it, evaluated once and twice."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str, progress: Progress) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: str, show: Show) -> None:
         self._arguments = arguments
         self._recall = OUR_TASK in arguments.tasks
         self._engine = FOR_RECALL if self._recall else FOR_OTHERS
         self._model = model
         self._name = Path(model).name
         self._output = arguments.output / self._name
-        self._progress = progress
+        self._show = show
 
     def run(self) -> Outcome:
         """Evaluate three times. Raises RunFailed; however it returns, no process is left."""
@@ -101,24 +100,23 @@ class Evaluations:
         arguments, engine = self._arguments, self._engine
         is_cpu = arguments.device == "cpu"
         block_size = 32 if is_cpu else 16
-        ours: dict[str, Any] = {
+        options: dict[str, Any] = {
             "block_size": block_size,
-            "num_gpu_blocks_override": arguments.device_tokens // block_size,
+            "num_gpu_blocks_override": engine.device_tokens // block_size,
             "max_model_len": engine.max_model_len,
             "dtype": engine.dtype,
             "seed": 0,
             "enable_prefix_caching": True,
             "enforce_eager": is_cpu,
-            "kv_transfer_config": contender.transfer_config(arguments.host_bytes),
+            "kv_transfer_config": contender.transfer_config(cpu_bytes_to_use=arguments.host_bytes),
         }
         with tempfile.TemporaryDirectory(prefix="offload-accuracy-") as scratch:
             offline = str(int(self._recall))
-            environment = server_environment(
+            environment = engine_environment(
                 arguments.device, Path(scratch), HF_HUB_OFFLINE=offline
             )
             log = self._output / f"serve-{name}.log"
-            line = [*command_line(ours), *arguments.serve]
-            with Server(self._model, line, environment, log) as server:
+            with Server(self._model, command_line(options), environment, log) as server:
                 yield server
 
     def _pass(self, name: str, server: Server) -> Pass:
@@ -127,20 +125,19 @@ class Evaluations:
         folder = self._output / name.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        command = [*arguments.lm_eval, "run", "--tasks", ",".join(arguments.tasks), *arguments.eval]
+        command = [*arguments.lm_eval, "run", "--tasks", ",".join(arguments.tasks)]
         if self._recall:
-            questions = make_questions(arguments.samples or 512, arguments.seed)
+            questions = make_questions(arguments.samples or 512, seed=0)
             write_questions(questions, folder / f"{OUR_TASK}.jsonl")
         elif arguments.samples:
             command += ["--limit", str(arguments.samples)]
         before = {key: int(server.metric(metric)) for key, metric in METRICS.items()}
         begin = time.monotonic()
-        self._progress.show(self._name, name)
+        self._show(self._name, name)
         evaluation = evaluate(
             command,
             server,
             folder,
-            partial(self._progress.show, self._name, name),
             concurrency=self._engine.concurrency,
             offline=self._recall,
         )
@@ -162,13 +159,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "a server or lm_eval failed",
         ),
     )
-    parser.add_argument(
-        "--model",
-        action="append",
-        metavar="NAME",
-        help="a folder, or a name that vLLM can download; may be repeated (default: both models "
-        "of this repository)",
-    )
+    text = "a folder or a name that vLLM can download, may be repeated (default: both of ours)"
+    parser.add_argument("--model", action="append", metavar="NAME", help=text)
     parser.add_argument(
         "--tasks",
         type=lambda text: text.split(","),
@@ -176,32 +168,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="A,B",
         help=f"lm_eval's tasks, of which answers are generated (default: {OUR_TASK})",
     )
-    parser.add_number("--samples", "of each task (default: 512 of ours, all of others)")
-    parser.add_argument(
-        "--corrupt",
-        action="store_true",
-        help="corrupt every host block: the run must end with FAILED",
-    )
-    parser.add_output("--output", "accuracy-out", "numbers, logs and lm_eval's files")
-    parser.add_number(
-        "--seed", "of our task's questions (default: 0)", least=0, most=MAX_SEED, default=0
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if Path("/dev/nvidiactl").exists() else "cpu",
-        help="the engine's device (default: %(default)s)",
-    )
-    parser.add_number("--device-tokens", "capacity of the device's KV space")
-    parser.add_argument(
-        "--host-bytes", type=size, default="4GiB", metavar="SIZE", help="of the host tier"
-    )
-    for option, default, text in (
-        ("--serve", [], "more arguments for `vllm serve`, such as --max-model-len"),
-        ("--eval", [], "more arguments for `lm_eval run`"),
-        ("--lm-eval", None, "command that runs lm_eval"),
-    ):
-        parser.add_argument(option, type=shlex.split, default=default, metavar="ARGS", help=text)
+    text = "of each task (default: 512 of ours, all of others)"
+    parser.add_argument("--samples", type=whole(), metavar="N", help=text)
+    text = "corrupt every host block: the run must end with FAILED"
+    parser.add_argument("--corrupt", action="store_true", help=text)
+    default = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    text = f"the engine's (default: {default})"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default, help=text)
+    text = "of the host tier (default: 4GiB)"
+    parser.add_argument("--host-bytes", type=size, default="4GiB", metavar="SIZE", help=text)
+    text = "command that runs lm_eval"
+    parser.add_argument("--lm-eval", type=shlex.split, metavar="ARGS", help=text)
     arguments = parser.parse_args(argv)
     arguments.model = arguments.model or [str(MODELS / name) for name in OUR_MODELS]
     for model in arguments.model:
@@ -212,13 +189,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"argument --model: {model} is no folder with a config.json")
     if OUR_TASK in arguments.tasks and len(arguments.tasks) > 1:
         parser.error(f"argument --tasks: {OUR_TASK} goes with no other task")
-    engine = FOR_RECALL if OUR_TASK in arguments.tasks else FOR_OTHERS
-    arguments.device_tokens = arguments.device_tokens or engine.device_tokens
-    if arguments.device_tokens < engine.max_model_len:
-        parser.error(
-            f"argument --device-tokens: {arguments.device_tokens} do not hold one request of "
-            f"{engine.max_model_len} tokens"
-        )
     return arguments
 
 

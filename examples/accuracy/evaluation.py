@@ -2,18 +2,16 @@
 
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
-from examples.bench.child import ROOT, failure, how_ended, stop
+from examples.bench.child import ROOT, failure, how_ended, start, stop
 from examples.bench.command import RunFailed
 from examples.serving import Server
 
@@ -28,29 +26,13 @@ CACHE = "datasets"
 REQUEST_SECONDS = 600
 STOP_SECONDS = 10.0
 
-_PROGRESS = re.compile(rb"Requesting API:.*?(\d+)/(\d+)")
-
-Show = Callable[[int, int], None]
-"""Gets the number of requests: done, and of all."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """One number that lm_eval reports."""
-
-    task: str
-    metric: str
-    """With the filter that answers went through: "exact_match,words"."""
-    value: float
-    error: float | None
-    """Standard error; None where lm_eval gives none."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
     """lm_eval's results of one pass over its tasks."""
 
-    scores: list[Score]
+    scores: dict[str, float]
+    """By task, metric and filter: "gsm8k, exact_match,words". Standard errors are metrics too."""
     answers: dict[tuple[str, int], list[str]]
     """By sample (task, number), the model's answers, before any filter."""
 
@@ -71,7 +53,6 @@ def evaluate(
     command: Sequence[str],
     server: Server,
     folder: Path,
-    show: Show,
     *,
     concurrency: int = 4,
     offline: bool = True,
@@ -98,21 +79,11 @@ def evaluate(
     options = ["--model", "local-completions", "--model_args"]
     options += [",".join(f"{key}={value}" for key, value in model.items())]
     options += ["--include_path", str(TASKS), "--log_samples", "--output_path", str(output)]
-    process = subprocess.Popen(
-        [*command, *options],
-        cwd=folder,
-        env=_environment(folder, offline=offline),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    environment = _environment(folder, offline=offline)
+    process = start([*command, *options], environment, log, cwd=folder)
     # It would ask a dead server again and again, for minutes.
     server.ended.add_done_callback(lambda _: process.kill())
     try:
-        assert process.stdout is not None
-        with log.open("wb") as file, process.stdout as output_pipe:
-            _log_and_show(output_pipe, file, show)
         code = process.wait()
     finally:
         stop(process, STOP_SECONDS)
@@ -134,26 +105,19 @@ def _environment(folder: Path, *, offline: bool) -> dict[str, str]:
     return variables
 
 
-def _log_and_show(output: IO[bytes], log: BinaryIO, show: Show) -> None:
-    """Copy ``output`` to ``log`` as it comes; pass the counts of its progress bar to ``show``."""
-    line = b""
-    while chunk := os.read(output.fileno(), 4096):
-        log.write(chunk)
-        log.flush()
-        *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
-        for done, total in (match for each in lines for match in _PROGRESS.findall(each)):
-            show(int(done), int(total))
-
-
 def read_evaluation(output: Path) -> Evaluation:
     """Read lm_eval's files under ``output``. Raises RunFailed where one is missing."""
     results = sorted(output.rglob("results_*.json"))
     if len(results) != 1:
         raise RunFailed(f"lm_eval left {len(results)} results in {output}, not one.")
     found: dict[str, Any] = json.loads(results[0].read_text(encoding="utf-8"))["results"]
-    scores = [
-        score for task, numbers in sorted(found.items()) for score in _task_scores(task, numbers)
-    ]
+    scores = {
+        f"{task}, {key}": float(value)
+        for task, numbers in sorted(found.items())
+        for key, value in numbers.items()
+        # It writes "N/A" where it knows none.
+        if "," in key and isinstance(value, float | int)
+    }
     answers = {}
     for path in sorted(output.rglob("samples_*.jsonl")):
         # samples_TASK_DATE.jsonl; the date has no underscore.
@@ -165,18 +129,6 @@ def read_evaluation(output: Path) -> Evaluation:
     if not answers or not scores:
         raise RunFailed(f"lm_eval reported no sample or no score in {output}.")
     return Evaluation(scores, answers)
-
-
-def _task_scores(task: str, numbers: Mapping[str, Any]) -> list[Score]:
-    scores = []
-    for key, value in numbers.items():
-        metric, comma, filtered = key.partition(",")
-        if comma and isinstance(value, float | int) and not metric.endswith("_stderr"):
-            error = numbers.get(f"{metric}_stderr,{filtered}")
-            # lm_eval writes "N/A" where it knows none.
-            known = error if isinstance(error, float | int) else None
-            scores.append(Score(task, key, float(value), known))
-    return scores
 
 
 def _flat(responses: Any) -> list[str]:

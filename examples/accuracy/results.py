@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.accuracy.evaluation import Evaluation, Score
+from examples.accuracy.evaluation import Evaluation
 from examples.bench.tables import make_table
 
 LEAST_HITS = 0.9
@@ -57,14 +57,34 @@ class Outcome:
     """Least share of right answers without the connector."""
 
     @property
-    def passes(self) -> tuple[Pass, Pass, Pass]:
-        return self.without, self.first, self.second
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """By pass: scores, answers that are the same without the connector, where prompts came
+        from, seconds."""
+        return {
+            each.name: {
+                **each.evaluation.scores,
+                "same_answers": agreeing(self.without, each),
+                **each.tokens,
+                "hit_share": each.hit_share,
+                "seconds": each.seconds,
+            }
+            for each in (self.without, self.first, self.second)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the answers, which lie beside as lm_eval wrote them."""
+        return {
+            "passed": not self.problems,
+            "problems": self.problems,
+            "samples": len(self.without.evaluation.answers),
+            "passes": self.numbers,
+        }
 
     @cached_property
     def problems(self) -> list[str]:
         """Faults of the connector, or of the run itself."""
         found = []
-        accuracy = self.without.evaluation.scores[0].value
+        accuracy = next(iter(self.without.evaluation.scores.values()))
         if accuracy < self.least_accuracy:
             found.append(
                 f"{accuracy:.1%} are right without the connector; with less than "
@@ -112,45 +132,13 @@ def _short(answers: Sequence[str]) -> str:
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """A column for each pass: scores with their standard errors, then where prompts came from."""
-    passes = outcome.passes
-    table = make_table("", *(each.name for each in passes))
-    for rows in zip(*(each.evaluation.scores for each in passes), strict=False):
-        table.add_row(f"{rows[0].task}\n  {rows[0].metric}", *(f"\n{_score(row)}" for row in rows))
-    total = len(outcome.without.evaluation.answers)
-    same = [f"{agreeing(outcome.without, each)}/{total}" for each in passes]
-    table.add_row("same answers as without", "", *same[1:])
-    for text, name in zip(
-        ("prompt tokens", "  in the host tier", "  on the device"), METRICS, strict=True
-    ):
-        table.add_row(text, *(str(each.tokens[name]) for each in passes))
-    table.add_row("found", *(f"{each.hit_share:.1%}" for each in passes))
-    table.add_row("seconds", *(f"{each.seconds:.0f}" for each in passes))
-    return table
-
-
-def _score(score: Score) -> str:
-    error = "" if score.error is None else f" ± {score.error:.4f}"
-    return f"{score.value:.4f}{error}"
-
-
-def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Everything but the answers, which lie beside as lm_eval wrote them."""
-    return {
-        "passed": not outcome.problems,
-        "problems": outcome.problems,
-        "samples": len(outcome.without.evaluation.answers),
-        "passes": {
-            each.name: {
-                "scores": [vars(score) for score in each.evaluation.scores],
-                "same_answers": agreeing(outcome.without, each),
-                **each.tokens,
-                "hit_share": each.hit_share,
-                "seconds": each.seconds,
-            }
-            for each in outcome.passes
-        },
-    }
+    """A line for each number, a column for each pass."""
+    rows: dict[str, dict[str, str]] = {}
+    for name, numbers in outcome.numbers.items():
+        for key, value in numbers.items():
+            text = f"{value:,.4f}".rstrip("0").rstrip(".")
+            rows.setdefault(key, {"": key.replace("_", " ")})[name] = text
+    return make_table(rows.values())
 
 
 def verdict(outcomes: Mapping[str, Outcome]) -> str:

@@ -2,8 +2,10 @@
 
 import argparse
 import textwrap
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import field, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
@@ -14,6 +16,42 @@ from simple_offload.config import nearest, parse_size
 MAX_SEED = 2**32 - 1
 """numpy.random.RandomState takes no larger one."""
 _COLUMNS = 78
+T = TypeVar("T")
+
+
+def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """A parser of whole numbers from ``least`` to ``most``."""
+
+    def parse(given: str) -> int:
+        try:
+            number = int(given)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{given!r} is not a whole number") from None
+        if most is not None and not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{number} is not within {least} and {most}")
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        return number
+
+    return parse
+
+
+def option(
+    default: T,
+    text: str,
+    parse: Callable[[str], Any] | None = whole(),  # noqa: B008 - a constant
+    *,
+    name: str | None = None,
+    metavar: str | None = "N",
+    **more: Any,
+) -> T:
+    """A field of a plan with an option: ``--name``, by default the field's name. ``text`` describes
+    both. ``more`` is argparse's; with ``nargs`` the option has several values, in a tuple."""
+    keywords = {"help": text, **more}
+    if parse is not None:
+        keywords |= {"type": parse, "metavar": metavar}
+    made: Any = field(default=default, metadata={"name": name, "keywords": keywords})
+    return made  # type: ignore[no-any-return]
 
 
 class BenchParser(Parser):
@@ -28,34 +66,20 @@ class BenchParser(Parser):
             epilog=_wrap(epilog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        folder = Path(f"{module.replace('_', '-')}-out")
+        text = f"where all results and logs go (default: {folder})"
+        self.add_argument("--output", type=Path, default=folder, metavar="DIR", help=text)
 
-    def add_number(
-        self,
-        option: str,
-        text: str,
-        *,
-        default: int | None = None,
-        least: int = 1,
-        most: int | None = None,
-        metavar: str = "N",
-        nargs: str | None = None,
-    ) -> None:
-        """A whole number from ``least`` to ``most``; with ``nargs`` several of them."""
-
-        def parse(given: str) -> int:
-            try:
-                number = int(given)
-            except ValueError:
-                raise argparse.ArgumentTypeError(f"{given!r} is not a whole number") from None
-            if most is not None and not least <= number <= most:
-                raise argparse.ArgumentTypeError(f"{number} is not within {least} and {most}")
-            if number < least:
-                raise argparse.ArgumentTypeError(f"{number} is less than {least}")
-            return number
-
-        self.add_argument(
-            option, help=text, type=parse, default=default, metavar=metavar, nargs=nargs
-        )
+    def add_plan(self, plan: Any, default: str | None = None) -> None:
+        """The options of the fields of ``plan``. ``default`` describes their defaults, where it
+        is not those of ``plan``. ``changed`` then gives the plan."""
+        for each in fields(plan):
+            if each.metadata:
+                keywords = dict(each.metadata["keywords"])
+                if (own := getattr(plan, each.name)) is not None:
+                    keywords["help"] += f" (default: {default or own})"
+                name = each.metadata["name"] or each.name.replace("_", "-")
+                self.add_argument(f"--{name}", dest=each.name, **keywords)
 
     def add_names(
         self,
@@ -81,16 +105,20 @@ class BenchParser(Parser):
         text = f"{text}: {', '.join(known)} (default: {default})"
         self.add_argument(option, help=text, type=parse, metavar="A,B")
 
-    def add_output(self, option: str, folder: str, contents: str) -> None:
-        """Where ``contents`` go, as ``arguments.output``."""
-        self.add_argument(
-            option,
-            dest="output",
-            type=Path,
-            default=Path(folder),
-            metavar="DIR",
-            help=f"where {contents} go (default: {folder})",
-        )
+
+def changed(plan: T, arguments: argparse.Namespace) -> T:
+    """``plan`` with the values that its options were given."""
+    given = {
+        each.name: getattr(arguments, each.name, None)
+        for each in fields(plan)  # type: ignore[arg-type]
+        if each.metadata
+    }
+    found = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return replace(plan, **found)  # type: ignore[type-var]
 
 
 def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usage") -> str:

@@ -46,6 +46,8 @@ def engine_environment(device: Device, scratch: Path, **extra: str) -> dict[str,
         "TMPDIR": str(scratch),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # For the endpoints that reset caches.
+        "VLLM_SERVER_DEV_MODE": "1",
         # Greedy sampling needs no sampler, and FlashInfer's comes with vLLM on some hosts only.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         **extra,
@@ -66,6 +68,24 @@ def child_command(module: str, **arguments: Any) -> list[str]:
     return [sys.executable, "-m", module, json.dumps(arguments)]
 
 
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, **more: Any
+) -> "subprocess.Popen[bytes]":
+    """Start a process that leads a session, with its standard streams in ``log``. ``more`` is
+    Popen's. ``environment`` is the whole one."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C then reaches this process alone, which stops the other one once.
+            start_new_session=True,
+            **more,
+        )
+
+
 def listen(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -81,17 +101,7 @@ def listen(
     reports, write_end = os.pipe()
     with os.fdopen(reports) as lines:
         try:
-            with log.open("wb") as log_file:
-                process = subprocess.Popen(
-                    [*command, str(write_end)],
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[write_end],
-                    # Ctrl-C then reaches this process alone, which stops the other one once.
-                    start_new_session=True,
-                )
+            process = start([*command, str(write_end)], environment, log, pass_fds=[write_end])
         finally:
             os.close(write_end)
         try:

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -12,6 +13,9 @@ BAD_RESULT = 1
 CANNOT_START = 2
 RUN_FAILED = 3
 INTERRUPTED = 128 + signal.SIGINT
+
+Show = Callable[[str, str], None]
+"""Gets who is at work, and the work."""
 
 
 class CannotStart(Exception):
@@ -46,6 +50,19 @@ def print_lines(console: Console, *lines: str, style: str | None = None) -> None
     """Print lines as they are: no markup, no colours of numbers, no wrapping."""
     for line in lines:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def lines() -> Show:
+    """Prints a line a step to stderr, with the seconds since now."""
+    start, last = time.monotonic(), ""
+
+    def show(who: str, what: str) -> None:
+        nonlocal last
+        if last != (line := f"{who}: {what}"):
+            last = line
+            complain(f"{time.monotonic() - start:5.1f} s  {line}")
+
+    return show
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:

@@ -40,11 +40,12 @@ class Contender:
         extra = json.dumps(self.extra).replace(json.dumps(ROOT_DIR), json.dumps(str(folder)))
         return replace(self, extra=json.loads(extra))
 
-    def transfer_config(self, host_bytes: int) -> dict[str, Any] | None:
-        """vLLM's ``kv_transfer_config`` for a host tier of ``host_bytes`` in all ranks together."""
+    def transfer_config(self, **size: int) -> dict[str, Any] | None:
+        """vLLM's ``kv_transfer_config`` for a host tier of this ``size``, such as
+        ``cpu_bytes_to_use`` of all ranks together."""
         if self.connector is None:
             return None
-        extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, **self.extra}
+        extra: dict[str, Any] = {**size, **self.extra}
         config: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": "kv_both",
@@ -82,15 +83,6 @@ CONTENDERS = {
     )
 }
 """Those with files have a second tier; "always": also where computing is quicker than reading."""
-COLORS = {
-    "none": "tab:gray",
-    "ours": "tab:blue",
-    "builtin": "tab:orange",
-    "builtin-lazy": "tab:brown",
-    "builtin-BLHNC": "tab:red",
-    "offloading": "tab:green",
-}
-"""A contender has the same color in every run."""
 ON_CPU = ("none", "ours", "ours-files", "ours-files-always")
 """The others copy with CUDA."""
 

@@ -1,11 +1,22 @@
-"""Race: contenders that take turns at the same work."""
+"""Race: contenders that take turns at the same work, and the results of a run of them."""
 
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
+from rich.console import Console
+from rich.table import Table
+
+from examples.bench.command import BAD_RESULT, RUN_FAILED, lines, print_lines
+from examples.bench.results_file import NUMBERS, save_numbers
 from simple_offload.config import ConfigError
+
+WIDTH = 200
+"""Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
 
 
 class Named(Protocol):
@@ -17,18 +28,40 @@ C = TypeVar("C", bound=Named)
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
+class RaceResults:
+    """The measurements of a run so far."""
+
+    machine: dict[str, Any]
+    """Processor or device, versions, date."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Contenders that refuse their settings on this machine, and their reasons."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Contenders that ended in an error: the step and the error."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Measurements that prove nothing: contender and place, and the reason."""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return vars(self)
+
+    def tables(self) -> Iterable[Table]:
+        """Of what there is."""
+        raise NotImplementedError
+
+
 class Race(Generic[C]):
     """Runs contenders. One that fails is out, and the others go on."""
 
-    def __init__(self, contenders: Sequence[C], on_step: Callable[[str], None]) -> None:
+    def __init__(
+        self, contenders: Sequence[C], results: RaceResults, on_step: Callable[[str], None]
+    ) -> None:
         """``on_step`` gets the name of every step before it begins."""
         self._on_step = on_step
         self.step = ""
         """The work under way, which a failure is reported with."""
-        self.left_out: dict[str, str] = {}
-        """Contenders that refuse their settings on this machine, and their reasons."""
-        self.failures: dict[str, str] = {}
-        """Contenders that ended in an error: the step and the error."""
+        self.left_out, self.failures = results.left_out, results.failures
         self._all = list(contenders)
         self._num_rounds = 0
 
@@ -51,15 +84,16 @@ class Race(Generic[C]):
             self.failures[name] = f"{self.step}: {type(error).__name__}: {error}"
 
     def run(
-        self, step: str, do: Callable[[C], T], which: Callable[[C], bool] = lambda _: True
+        self, step: str, do: Callable[[C], T], names: Collection[str] | None = None
     ) -> dict[str, T]:
-        """Call ``do`` with one contender after another, of those for which ``which`` is true.
-        Each call begins with another contender, so that none is always first. Returns results by
-        name in the contenders' order, without those that failed."""
+        """Call ``do`` with one contender after another, all or those with these ``names``. Each
+        call begins with another contender, so that none is always first. Returns results by name in
+        the contenders' order, without those that failed."""
         self.begin(step)
         results: dict[str, T] = {}
         out = self.left_out.keys() | self.failures.keys()
-        contenders = [each for each in self._all if each.name not in out and which(each)]
+        left = [each for each in self._all if each.name not in out]
+        contenders = [each for each in left if names is None or each.name in names]
         if not contenders:
             return results
         first = self._num_rounds % len(contenders)
@@ -68,3 +102,31 @@ class Race(Generic[C]):
             with self.attempt(contender.name):
                 results[contender.name] = do(contender)
         return {each.name: results[each.name] for each in contenders if each.name in results}
+
+
+def run_race(
+    name: str, results: RaceResults, output: Path, run: Callable[[Callable[[str], None]], None]
+) -> int:
+    """Call ``run`` with a function that gets the name of every step before it begins: ``results``,
+    which then has all measurements so far, is saved. Prints the results. Returns the exit code."""
+    start, show = time.monotonic(), lines()
+
+    def on_step(step: str) -> None:
+        # A driver that takes the process down takes no numbers with it.
+        results.seconds = time.monotonic() - start
+        save_numbers(output, results.to_json())
+        show(name, step)
+
+    run(on_step)
+    on_step("done")
+    console = Console(width=WIDTH)
+    print_lines(console, *(f"{fact}: {value}" for fact, value in results.machine.items()))
+    console.print(*results.tables())
+    left_out = (f"Left out: {each}: {reason}" for each, reason in results.left_out.items())
+    print_lines(console, *left_out, f"Numbers: {output / NUMBERS}")
+    bad = [f"Proves nothing: {where}: {why}" for where, why in results.problems.items()]
+    bad += [f"{each} failed: {failure}" for each, failure in results.failures.items()]
+    print_lines(console, *bad, style="bold red")
+    if results.problems:
+        return BAD_RESULT
+    return RUN_FAILED if results.failures else 0

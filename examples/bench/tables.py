@@ -1,6 +1,7 @@
 """What several runs of the same work come to; tables and plots of results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -13,11 +14,20 @@ if TYPE_CHECKING:
 
 MISSING = "-"
 
+Row = Mapping[str, str | None]
+"""Cells by the headings of their columns. None is shown as MISSING, as is a missing one."""
+
 
 def make_table(
-    *headings: str, left: int = 1, title: str | None = None, caption: str | None = None
+    rows: Iterable[Row | str],
+    *,
+    left: int = 1,
+    title: str | None = None,
+    caption: str | None = None,
 ) -> Table:
-    """A table whose first ``left`` columns hold words and the others numbers."""
+    """A table whose first ``left`` columns hold words and the others numbers. Its columns are those
+    of all rows. A text among the rows begins a section, and is its first line unless it is empty.
+    """
     table = Table(
         box=SIMPLE_HEAD,
         collapse_padding=True,
@@ -28,8 +38,18 @@ def make_table(
         caption_justify="left",
         caption_style="",
     )
+    rows = list(rows)
+    headings = dict.fromkeys(name for row in rows if not isinstance(row, str) for name in row)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        if isinstance(row, str):
+            table.add_section()
+            if row:
+                table.add_row(row, style="bold")
+        else:
+            cells = [row.get(name) for name in headings]
+            table.add_row(*(MISSING if cell is None else cell for cell in cells))
     return table
 
 
@@ -40,34 +60,34 @@ def digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def optional(value: float | None, form: str) -> str:
-    """``value`` in a format such as ".2f"; a dash for None."""
-    return MISSING if value is None else format(value, form)
+def optional(value: float | None, form: str) -> str | None:
+    """``value`` in a format such as ".2f"."""
+    return None if value is None else format(value, form)
 
 
-def ratio(value: float | None, base: float | None) -> float | None:
-    """None where either is missing, or nothing can be divided by ``base``."""
-    return value / base if value is not None and base else None
+def with_ratio(text: str | None, value: float | None, base: float | None) -> str | None:
+    """``text``, and the ratio of ``value`` to ``base`` if there is one."""
+    if value is None or not base:
+        return text
+    return f"{text} ({value / base:.2f}x)"
 
 
-def cells_with_ratios(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
+def cells_with_ratios(values: Mapping[str, float | None], scale: float = 1.0) -> Row:
     """Each value times ``scale``, and from the second on its ratio to the first."""
-    cells = [MISSING if value is None else digits(value * scale) for value in values]
-    for index, value in enumerate(values[1:], start=1):
-        if (share := ratio(value, values[0])) is not None:
-            cells[index] += f" ({share:.2f}x)"
+    first, cells = next(iter(values), ""), {}
+    for name, value in values.items():
+        text = None if value is None else digits(value * scale)
+        cells[name] = text if name == first else with_ratio(text, value, values[first])
     return cells
 
 
-def make_figure(width: float, height: float) -> "Figure":
-    """In inches. Loading matplotlib takes a second."""
+@contextmanager
+def plot(path: Path, width: float, height: float) -> Iterator["Figure"]:
+    """A figure, in inches, written as PNG at the end. Loading matplotlib takes a second."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(path: Path, figure: "Figure") -> None:
-    """Write a PNG."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     figure.savefig(path, format="png", dpi=120)
 
 

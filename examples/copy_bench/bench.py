@@ -41,9 +41,8 @@ class Bench:
 
     def __init__(self, results: Results, arena: Arena, on_step: Callable[[str], None]) -> None:
         ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
-        self._race = Race[Contender]([PlainTorch(), *ours], on_step)
+        self._race = Race[Contender]([PlainTorch(), *ours], results, on_step)
         self._arena, self._results, self._plan = arena, results, results.plan
-        results.left_out, results.failures = self._race.left_out, self._race.failures
 
     def run(self) -> None:
         self._race.begin(PEAK)
@@ -73,7 +72,7 @@ class Bench:
                 self._race.step = f"{size_text(size)}, {job.way}"
                 cell, peak = measure(contender, arena, job, repeats), row.contenders.get(PEAK)
                 if cell.fault:
-                    results.faults.append(f"{name}, {job.way}, {size_text(size)}: {cell.fault}")
+                    results.problems[f"{name}, {job.way}, {size_text(size)}"] = cell.fault
                 elif peak and not peak.fault:
                     cell = replace(cell, of_peak=cell.gb_per_s / peak.gb_per_s)
                 row.contenders[name] = cell

@@ -12,12 +12,11 @@ import torch
 
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import Contender
-from examples.copy_bench.plan import KIB, Job
+from examples.copy_bench.plan import SMALL_BYTES, Job
 from examples.copy_bench.results import Cell, SmallCopies
 from simple_offload.backends.base import Direction
 from simple_offload.transfer import Transfer
 
-SMALL_BYTES = 4 * KIB
 _FEWEST = 3
 _ENOUGH_SECONDS = 0.3
 """After this time the fewest repeats are enough."""

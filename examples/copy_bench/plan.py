@@ -1,10 +1,12 @@
 """The plan of a run: sizes, ways, numbers; and the blocks that each measurement copies."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from examples.bench.arguments import option, size, whole
 from simple_offload.backends.base import Direction
 from simple_offload.transfer import BlockIds, Transfer
 
@@ -12,23 +14,37 @@ KIB, MIB = 1 << 10, 1 << 20
 
 SIZES = tuple(4 * KIB << step for step in range(10))
 """Block sizes in bytes, 4 KiB to 2 MiB."""
-
+SMALL_BYTES = 4 * KIB
+"""Of a small copy."""
 
 WAYS = ("load", "store", "both")
 """Host to device, device to host as in ``Direction``; both at once, by two threads."""
 
 
+def size_text(num_bytes: int) -> str:
+    """Such as "64 KiB"."""
+    return f"{num_bytes // KIB} KiB" if num_bytes % MIB else f"{num_bytes // MIB} MiB"
+
+
+def _block_size(text: str) -> int:
+    if (found := size(text)) not in SIZES:
+        limits = f"{size_text(SIZES[0])} to {size_text(SIZES[-1])}"
+        raise ArgumentTypeError(f"{text!r} is not a power of two from {limits}")
+    return found
+
+
 @dataclass(frozen=True)
 class Plan:
-    """One run. Sizes are in bytes, ascending."""
+    """One run."""
 
-    sizes: tuple[int, ...] = SIZES
-    repeats: int = 7
-    """Timed copies of each kind, whose median counts; slow ones are repeated less often."""
-    pool_bytes: int = 1 << 30
-    """Memory for blocks on each side; a multiple of every size. No copy has more bytes."""
-    most_blocks: int = 16_384
-    """Largest number of blocks in one copy."""
+    sizes: tuple[int, ...] = option(
+        SIZES, "of a block, ascending", _block_size, metavar="SIZE", nargs="+"
+    )
+    repeats: int = option(7, "timed copies of each kind, fewer of slow ones", whole(1, 100))
+    scale: int = option(1, "copies N times as large, whose start weighs less", whole(1, 8))
+    least_pool: int = 1 << 30
+    """``pool_bytes`` and ``most_blocks`` without a scale. A multiple of every size."""
+    least_blocks: int = 16_384
     both_from: int = 512 * KIB
     """The smallest size that is copied both ways at once."""
 
@@ -36,11 +52,15 @@ class Plan:
         """The ways in which blocks of ``size`` bytes are copied."""
         return WAYS if size >= self.both_from else WAYS[:2]
 
-    def scaled(self, factor: int) -> "Plan":
-        """The same with copies ``factor`` times as large, whose start weighs less."""
-        return replace(
-            self, pool_bytes=factor * self.pool_bytes, most_blocks=factor * self.most_blocks
-        )
+    @property
+    def pool_bytes(self) -> int:
+        """Memory for blocks on each side. No copy has more bytes."""
+        return self.scale * self.least_pool
+
+    @property
+    def most_blocks(self) -> int:
+        """Largest number of blocks in one copy."""
+        return self.scale * self.least_blocks
 
 
 @dataclass(frozen=True)
@@ -79,8 +99,3 @@ def make_job(way: str, size: int, plan: Plan, *, scattered: bool = True) -> Job:
         if len(blocks)
     }
     return Job(way, size, transfers)
-
-
-def size_text(num_bytes: int) -> str:
-    """Such as "64 KiB"."""
-    return f"{num_bytes // KIB} KiB" if num_bytes % MIB else f"{num_bytes // MIB} MiB"

@@ -1,13 +1,19 @@
-"""The measured numbers."""
+"""The measured numbers, and their tables."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from examples.copy_bench.plan import Plan
+from rich.table import Table
+
+from examples.bench.race import RaceResults
+from examples.bench.tables import Row as Cells
+from examples.bench.tables import make_table, optional
+from examples.copy_bench.plan import SMALL_BYTES, WAYS, Plan, size_text
 
 PEAK = "peak"
 AUTO = "auto"
 CONTENDERS = (PEAK, "torch", "dma", "kernel", AUTO)
+_TO = {"load": "to device", "store": "to host"}
 
 
 @dataclass(frozen=True)
@@ -64,19 +70,59 @@ class SmallCopies:
     longest: float | None
 
 
-@dataclass
-class Results:
+@dataclass(kw_only=True)
+class Results(RaceResults):
     """The measurements of a run so far."""
 
     plan: Plan
-    machine: dict[str, Any]
-    """Device, driver, versions, date."""
     rows: list[Row] = field(default_factory=list)
     small_copies: list[SmallCopies] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Contenders that this machine cannot run, and why."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Contenders whose copies ended in an error: the step and the error."""
-    faults: list[str] = field(default_factory=list)
-    """The wrong bytes of all cells."""
-    seconds: float = 0.0
+
+    def tables(self) -> Iterator[Table]:
+        """Bandwidth in GB/s by way and block size, and the times of small copies."""
+        yield make_table(
+            self._bandwidths(),
+            caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
+            "blocks; peak: one contiguous copy. Path: the choice of auto.",
+        )
+        yield make_table(
+            self._small_copies(),
+            left=4,
+            caption="Small copies on another stream, one after another while such blocks\n"
+            "are copied, which reach that many GB/s: from submission to the end of each.",
+        )
+
+    def _bandwidths(self) -> Iterator[Cells | str]:
+        for way in WAYS:
+            yield ""
+            for row in (row for row in self.rows if row.way == way):
+                cells = {name: row.contenders.get(name) for name in CONTENDERS}
+                auto = cells[AUTO]
+                yield {
+                    "way": way,
+                    "block": size_text(row.size),
+                    "blocks": str(row.blocks),
+                    **{name: _bandwidth(cell) for name, cell in cells.items()},
+                    "auto of\npeak": optional(getattr(auto, "of_peak", None), ".0%"),
+                    "auto's\npath": getattr(auto, "path", None),
+                }
+
+    def _small_copies(self) -> Iterator[Cells | str]:
+        for one in sorted(self.small_copies, key=lambda each: (each.way, each.small_way)):
+            yield {
+                "way": one.way,
+                "block": size_text(one.size),
+                "contender": one.contender,
+                "small copies": f"{size_text(SMALL_BYTES)} {_TO[one.small_way]}",
+                "copies": str(one.repeats),
+                "GB/s": f"{one.gb_per_s:.1f}",
+                "made": str(one.made),
+                "median\nµs": optional(one.median and one.median * 1e6, ",.0f"),
+                "longest\nµs": optional(one.longest and one.longest * 1e6, ",.0f"),
+            }
+
+
+def _bandwidth(cell: Cell | None) -> str | None:
+    if cell is None:
+        return None
+    return f"{cell.gb_per_s:.1f}" if cell.fault is None else "[bold red]WRONG[/]"

@@ -1,2 +1,1 @@
-"""Conversations that outgrow the device's KV space, without and with the host tier: turn by turn,
-the sources of each prompt's KV, and the time to its first token."""
+"""The demo: a conversation with and without the connector. ``python -m examples.demo``."""

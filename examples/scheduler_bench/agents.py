@@ -7,10 +7,10 @@ from itertools import count, islice
 from random import Random
 from typing import NamedTuple
 
-from examples.scheduler_bench.contenders import Contender
+from examples.bench.connectors import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.hybrids import Model
-from examples.scheduler_bench.plan import AgentPlan
+from examples.scheduler_bench.plan import UNLIMITED, AgentPlan
 from examples.scheduler_bench.planned import Planned
 from examples.scheduler_bench.results import Outcome
 from examples.scheduler_bench.watch import Watch
@@ -54,7 +54,7 @@ def run_agents(
         step_seconds=plan.step_seconds,
         tokens_per_second=_FLOPS * model.num_ranks / (2e9 * model.active),
     )
-    if contender.unlimited:
+    if contender.name == UNLIMITED:
         shape = replace(shape, host_blocks=_most_blocks(planned, turns))
     with closing(Engine(contender, shape, planned)) as engine:
         watch = Watch(engine, is_later=lambda request: _FIRST not in request.request_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from random import Random
 
-from examples.scheduler_bench.contenders import Contender
+from examples.bench.connectors import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, ChatPlan
 from examples.scheduler_bench.results import Outcome

@@ -1,8 +1,8 @@
-"""The contenders: KV connectors, and adapters to their scheduler sides."""
+"""Adapters to the scheduler sides of connectors."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -18,7 +18,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
-from examples.scheduler_bench.plan import BLOCK_SIZE, Part
+from examples.bench.connectors import SIMPLE, Contender
 from examples.scheduler_bench.planned import Planned
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 
@@ -53,13 +53,8 @@ class HostMemory:
 class Side:
     """How one kind of connector is configured, and the messages of its worker side."""
 
-    connector: str
-    """``kv_connector``."""
-    module: str | None = None
-    """``kv_connector_module_path``."""
-
-    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
-        """For a tier that has this memory."""
+    def size(self, memory: HostMemory) -> dict[str, int]:
+        """The keys of its configuration for a tier that has this memory."""
         return {"cpu_bytes_to_use": memory.num_bytes}
 
     def open(self, connector: Any, memory: HostMemory) -> None:
@@ -100,11 +95,8 @@ class Side:
 class OurSide(Side):
     """simple_offload."""
 
-    connector = "SimpleCPUOffloadConnector"
-    module = "simple_offload"
-
-    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
-        return {"num_cpu_blocks": memory.num_blocks, "keep_on_device_reset": True}
+    def size(self, memory: HostMemory) -> dict[str, int]:
+        return {"num_cpu_blocks": memory.num_blocks}
 
     def open(self, connector: Any, memory: HostMemory) -> None:
         """As ``RankPool`` has it: ranks that share copies have the blocks of all of them."""
@@ -144,8 +136,6 @@ class OurSide(Side):
 class BuiltinSide(Side):
     """vLLM's own SimpleCPUOffloadConnector."""
 
-    connector = "SimpleCPUOffloadConnector"
-
     def submitted(self, metadata: SimpleCPUOffloadMetadata) -> list[Transfer]:
         transfers = []
         if (event := metadata.load_event) >= 0:
@@ -176,9 +166,7 @@ class BuiltinSide(Side):
 class OffloadingSide(Side):
     """vLLM's OffloadingConnector."""
 
-    connector = "OffloadingConnector"
-
-    def extra_config(self, memory: HostMemory) -> dict[str, Any]:
+    def size(self, memory: HostMemory) -> dict[str, int]:
         # Its single copy needs CUDA: a CPU build gives each rank one.
         planned = memory.planned
         num_copies = planned.num_ranks if planned.is_replicated else 1
@@ -211,36 +199,8 @@ class OffloadingSide(Side):
         return OffloadingWorkerMetadata({transfer.id: num_ranks for transfer in ended})
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A connector and its settings."""
-
-    name: str
-    side: Side
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``kv_connector_extra_config``, beside the size."""
-    parts: Collection[Part] = tuple(Part)
-    """That it takes part in."""
-    unlimited: bool = False
-    """Whether it has all the host memory that it needs."""
-
-    @property
-    def num_sub_blocks(self) -> int:
-        """Device blocks in one of its host blocks."""
-        return int(self.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
-
-
-_CALLS = {Part.COST, Part.FOOTPRINT}
-_REPLAYED = {Part.CHAT, Part.TRACES}
-_MODELS = {Part.MODELS, Part.BYTES}
-CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("ours", OurSide()),
-        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, _CALLS),
-        Contender("ours-unlimited", OurSide(), parts={Part.MODELS}, unlimited=True),
-        Contender("builtin", BuiltinSide(), parts=_CALLS | _REPLAYED | _MODELS),
-        Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, _REPLAYED),
-        Contender("offloading", OffloadingSide(), parts=_REPLAYED | _MODELS),
-    )
-}
+def side_of(contender: Contender) -> Side:
+    """The adapter to the contender's connector."""
+    if contender.module is not None:
+        return OurSide()
+    return BuiltinSide() if contender.connector == SIMPLE else OffloadingSide()

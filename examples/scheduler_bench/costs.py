@@ -12,11 +12,11 @@ from typing import Protocol
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from examples.bench.connectors import Contender
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, CostPlan, Mix, Part
-from examples.scheduler_bench.results import POOL, Kind, Results, Row
+from examples.scheduler_bench.plan import BLOCK_SIZE, CONTENDERS_OF, CostPlan, Mix
+from examples.scheduler_bench.results import POOL, Results, Row
 
 _CYCLE = 3
 """Prompts of the serving mix for each running request: before a prompt comes again, the device has
@@ -32,7 +32,7 @@ class Rig(Protocol):
     num_missed: int = 0
     """Tokens that should have been loaded and were not, in all measurements."""
 
-    def measure(self) -> dict[Kind, float]:
+    def measure(self) -> dict[str, float]:
         """Do the work once. Returns seconds."""
 
 
@@ -43,17 +43,15 @@ def run_costs(race: Race[Contender], results: Results) -> None:
     def measure(
         step: str, size: int, make: Callable[[Contender], Rig], pool: Rig | None = None
     ) -> None:
-        def takes_part(contender: Contender) -> bool:
-            return Part.COST in contender.parts
-
-        rigs = race.run(step, make, takes_part)
-        cells: dict[Kind, dict[str, float]] = {}
+        names = CONTENDERS_OF["cost"]
+        rigs = race.run(step, make, names)
+        cells: dict[str, dict[str, float]] = {}
         # Chance decides which contender the garbage collector meets. (vLLM's engine core freezes
         # all objects of its start, the tier included.)
         gc.disable()
         try:
             for _ in range(plan.repeats):
-                costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
+                costs = race.run(step, lambda each: rigs[each.name].measure(), names)
                 if pool is not None:
                     costs[POOL] = pool.measure()
                 for name, by_kind in costs.items():
@@ -70,10 +68,10 @@ def run_costs(race: Race[Contender], results: Results) -> None:
 
     for running in plan.running:
         measure(f"decode, {running} running", running, partial(_Decode, plan=plan, running=running))
-    for kind, mix in ((Kind.SERVING, plan.serving), (Kind.CONVERSATIONS, plan.conversations)):
+    for kind, mix in (("serving", plan.serving), ("conversations", plan.conversations)):
         for running in plan.running:
             make = partial(Serving, kind=kind, mix=mix, plan=plan, running=running)
-            measure(f"{kind.value}, {running} running", running, make)
+            measure(f"{kind}, {running} running", running, make)
     for length in plan.lengths:
         measure(
             f"one prompt of {length} tokens",
@@ -86,12 +84,12 @@ def run_costs(race: Race[Contender], results: Results) -> None:
 class _Steps(Rig):
     """Requests in the midst of their work. Its cost is that of a step."""
 
-    def __init__(self, engine: Engine, kind: Kind, num_steps: int) -> None:
+    def __init__(self, engine: Engine, kind: str, num_steps: int) -> None:
         self.engine = engine
         self._kind = kind
         self._num_steps = num_steps
 
-    def measure(self) -> dict[Kind, float]:
+    def measure(self) -> dict[str, float]:
         """Of a step."""
         self.engine.stopwatch.drain()
         for _ in range(self._num_steps):
@@ -110,7 +108,7 @@ class _Decode(_Steps):
         answer = (plan.repeats + 1) * plan.steps + running
         longest = plan.context_tokens + BLOCK_SIZE + answer
         blocks = running * (longest // BLOCK_SIZE + 1) + 16
-        super().__init__(Engine(contender, Shape(blocks, blocks, running)), Kind.DECODE, plan.steps)
+        super().__init__(Engine(contender, Shape(blocks, blocks, running)), "decode", plan.steps)
         random = Random(0)
         for index in range(running):
             # Not all fill their blocks in the same step.
@@ -125,7 +123,7 @@ class Serving(_Steps):
     """Requests that load their prompt, decode for a while and end; another follows each."""
 
     def __init__(
-        self, contender: Contender, kind: Kind, mix: Mix, plan: CostPlan, running: int
+        self, contender: Contender, kind: str, mix: Mix, plan: CostPlan, running: int
     ) -> None:
         self._answer_tokens = mix.answer_tokens
         self._random = Random(0)
@@ -169,19 +167,19 @@ class _Prompts(Rig):
         self.measure()
         self.num_missed = 0
 
-    def measure(self) -> dict[Kind, float]:
+    def measure(self) -> dict[str, float]:
         """Of one prompt, by kind."""
         prompt = _tokens(self._random, self._length)
         index = next(self._ids)
         costs = {}
-        for kind in (Kind.STORED, Kind.LOADED, Kind.ON_DEVICE):
-            if kind is not Kind.ON_DEVICE:
+        for kind in ("stored", "loaded", "on the device"):
+            if kind != "on the device":
                 self._empty_device()
-            self.engine.add(f"{index} {kind.value}", prompt, [1])
+            self.engine.add(f"{index} {kind}", prompt, [1])
             self.engine.drain()
             costs[kind] = self.engine.stopwatch.drain()
         wanted = (self._length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        self.num_missed += wanted - self.engine.hits[f"{index} {Kind.LOADED.value}"].host
+        self.num_missed += wanted - self.engine.hits[f"{index} loaded"].host
         return costs
 
     def _empty_device(self) -> None:
@@ -204,7 +202,7 @@ class _Pool(Rig):
         )
         self.measure()
 
-    def measure(self) -> dict[Kind, float]:
+    def measure(self) -> dict[str, float]:
         """Of one prompt, stored and loaded."""
         device, host, num_blocks = self._device, self._host, self._num_blocks
         hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
@@ -224,7 +222,7 @@ class _Pool(Rig):
         host.free_blocks(reversed(found))
         loaded = time.thread_time()
         device.free_blocks(reversed(sources))
-        return {Kind.STORED: stored - start, Kind.LOADED: loaded - stored}
+        return {"stored": stored - start, "loaded": loaded - stored}
 
 
 def _tokens(random: Random, count: int) -> list[int]:

@@ -23,7 +23,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from examples.scheduler_bench.contenders import Contender, HostMemory, Transfer
+from examples.bench.connectors import Contender
+from examples.scheduler_bench.contenders import HostMemory, Transfer, side_of
 from examples.scheduler_bench.plan import CHUNK_TOKENS
 from examples.scheduler_bench.planned import Planned, one_group
 from examples.scheduler_bench.stopwatch import Stopwatch
@@ -129,10 +130,12 @@ class Engine:
         connector's own error, for settings that it refuses."""
         init_none_hash(sha256)
         planned = planned or one_group()
-        self.side = contender.side
+        self.side = side_of(contender)
         self.shape = shape
         self.host_memory = HostMemory(shape.host_blocks, planned)
-        config = _vllm_config(contender, shape, planned.config, self.host_memory)
+        transfer = contender.transfer_config(**self.side.size(self.host_memory))
+        assert transfer is not None
+        config = _vllm_config(KVTransferConfig(**transfer), shape, planned.config)
         # As EngineCore does.
         kv_cache = generate_scheduler_kv_cache_config([planned.with_blocks(shape.device_blocks)])
         block_size, self.hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
@@ -319,10 +322,7 @@ class Engine:
         self.connector.update_state_after_alloc = observed_allocation
 
 
-def _vllm_config(
-    contender: Contender, shape: Shape, model: VllmConfig, memory: HostMemory
-) -> VllmConfig:
-    side = contender.side
+def _vllm_config(transfer: KVTransferConfig, shape: Shape, model: VllmConfig) -> VllmConfig:
     config = copy(model)  # a new one would be changed by vLLM's platform
     config.cache_config = copy(model.cache_config)
     config.cache_config.num_gpu_blocks = shape.device_blocks
@@ -331,12 +331,7 @@ def _vllm_config(
     scheduler.max_num_batched_tokens = shape.chunk_tokens
     scheduler.max_num_scheduled_tokens = None
     scheduler.async_scheduling = False
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector=side.connector,
-        kv_connector_module_path=side.module,
-        kv_role="kv_both",
-        kv_connector_extra_config={**side.extra_config(memory), **contender.extra},
-    )
-    has_groups = KVConnectorFactory.supports_hma_config(config.kv_transfer_config)
+    config.kv_transfer_config = transfer
+    has_groups = KVConnectorFactory.supports_hma_config(transfer)
     scheduler.disable_hybrid_kv_cache_manager = not has_groups
     return config

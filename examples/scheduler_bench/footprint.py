@@ -18,10 +18,10 @@ from statistics import median
 import psutil
 from vllm.v1.core.block_pool import BlockPool
 
+from examples.bench.connectors import Contender
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import CONTENDERS, Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan, Part
+from examples.scheduler_bench.plan import BLOCK_SIZE, CONTENDERS, CONTENDERS_OF, FootprintPlan
 from examples.scheduler_bench.planned import MAX_MODEL_LEN
 from examples.scheduler_bench.results import POOL, Footprint, Results
 
@@ -32,7 +32,7 @@ def run_footprints(race: Race[Contender], results: Results) -> None:
     results.footprints |= race.run(
         f"a tier of {plan.tier_blocks} blocks",
         lambda contender: measure_footprint(contender.name, plan),
-        lambda each: Part.FOOTPRINT in each.parts,
+        CONTENDERS_OF["footprint"],
     )
     with race.attempt(POOL):
         results.footprints[POOL] = measure_footprint(POOL, plan)
@@ -49,7 +49,7 @@ def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
 
 def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
     contender = CONTENDERS[name]
-    num_sub_blocks = contender.num_sub_blocks
+    num_sub_blocks = int(contender.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
     num_device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
     large = Shape(num_device_blocks, plan.tier_blocks // num_sub_blocks * num_sub_blocks)
     # The first engine of a process makes the objects that all engines share.

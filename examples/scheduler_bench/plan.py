@@ -1,34 +1,52 @@
 """The plan of a run: sizes and numbers."""
 
-from dataclasses import dataclass, field
-from enum import Enum
+import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from examples.bench.arguments import option, whole
+from examples.bench.connectors import CONTENDERS as ALL
+from examples.bench.connectors import OURS, Contender
 from examples.scheduler_bench.hybrids import MODELS, Model
 
 BLOCK_SIZE = 16
 """Tokens of a block."""
 CHUNK_TOKENS = 8192
 """Prompt tokens that a step computes at most."""
+UNLIMITED = "ours-unlimited"
+"""The contender with all the host memory that it needs."""
+CONTENDERS: Mapping[str, Contender] = {
+    "ours": OURS,
+    "ours-128": replace(OURS, name="ours-128", extra={"cpu_block_size": 128}),
+    UNLIMITED: replace(OURS, name=UNLIMITED),
+    **{name: ALL[name] for name in ("builtin", "builtin-lazy", "offloading")},
+}
+_CALLS = {"ours", "ours-128", "builtin"}
+_WAITS = {"ours", "builtin", "builtin-lazy", "offloading"}
+_MODELS = {"ours", "builtin", "offloading"}
+CONTENDERS_OF: Mapping[str, Collection[str]] = {
+    "cost": _CALLS,
+    "footprint": _CALLS,
+    "chat": _WAITS,
+    "traces": _WAITS,
+    "sizes": {"ours"},
+    "models": _MODELS | {UNLIMITED},
+    "bytes": _MODELS,
+}
+"""By measurement, those that take part in it."""
 
 
-class Part(Enum):
-    """A measurement."""
-
-    COST = "cost"
-    """Time in the connector's hooks."""
-    FOOTPRINT = "footprint"
-    """Memory and start-up time of a large tier."""
-    CHAT = "chat"
-    """What users of a chat wait for, while the tiers are full."""
-    TRACES = "traces"
-    """The same of recorded requests, and what they find."""
-    SIZES = "sizes"
-    """What they find with other sizes of host memory: predicted, and replayed."""
-    MODELS = "models"
-    """What agents of hybrid models find and wait for."""
-    BYTES = "bytes"
-    """Host bytes of a token, of such models."""
+def _memory(text: str) -> tuple[float, float]:
+    try:
+        device, host = (float(each) for each in text.split("/"))
+    except ValueError:
+        device = host = 0.0
+    if not (0.01 <= device <= 1000 and 0.01 <= host <= 1000):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not device/host in millions of tokens, each from 0.01 to 1000"
+        )
+    return device, host
 
 
 @dataclass(frozen=True)
@@ -114,29 +132,32 @@ class ChatPlan:
 class TracePlan:
     """Replay of traces, in their tokens and seconds."""
 
-    files: tuple[Path, ...] = ()
-    agents: int = 32
-    """Sessions at the same time, of a trace that has sessions."""
-    memories: tuple[tuple[float, float], ...] = ((0.5, 1.0), (1.0, 1.0), (0.5, 2.0))
-    """Device and host memory, in millions of tokens."""
-    working_sets: int = 1
-    """Of agents with other sessions, one after another through one engine. The last counts."""
-    requests: int = 3000
-    """Of each working set."""
+    files: tuple[Path, ...] = option(
+        (), "recorded, of Mooncake or Claude Code", Path, name="traces", metavar="FILE", nargs="+"
+    )
+    agents: int = option(32, "sessions of a replay at the same time", whole(1, 4096))
+    memories: tuple[tuple[float, float], ...] = option(
+        ((0.5, 1.0), (1.0, 1.0), (0.5, 2.0)),
+        "device and host memory of a replay, D/H in millions of tokens",
+        _memory,
+        name="memory",
+        metavar="D/H",
+        nargs="+",
+    )
+    working_sets: int = option(1, "of agents, one after another in an engine; the last counts")
+    requests: int = option(3000, "of each working set of a replay")
     warm_up: float = 0.3
     """Share of the requests that are not counted."""
     scale: int = 32
     """Tokens for which one token is played."""
-    step_seconds: float = 0.05
-    """Time of a step that computes nothing. A step stands for several of an engine's: answers are
-    divided by ``scale`` too."""
-    tokens_per_second: float = 40_000.0
+    step_ms: int = option(50, "of a replay's step that computes nothing", whole(1, 60_000))
+    """A step stands for several of an engine's: answers are divided by ``scale`` too."""
+    tokens_per_second: int = option(40_000, "of a replay, beside the time of its steps")
     bus_tokens: int = 500_000
     """Tokens that are copied in a second, in each direction: 8B, 64 GB/s."""
     running: int = 16
     """Concurrent requests of the engine, at most."""
-    max_pause: float = 300.0
-    """Longest pause between an answer and the next request."""
+    max_pause: int = option(300, "longest pause of a replay, s", whole(0))
     max_prompt: int = 262_144
     """A session ends before a longer prompt."""
 
@@ -166,7 +187,6 @@ class AgentPlan:
     chunk_tokens: int = 2048
     step_seconds: float = 0.008
     """Time of a step that computes nothing."""
-    seeds: int = 3
 
 
 @dataclass(frozen=True)
@@ -179,8 +199,7 @@ class Plan:
     traces: TracePlan = field(default_factory=TracePlan)
     models: tuple[Model, ...] = tuple(MODELS.values())
     agents: AgentPlan = field(default_factory=AgentPlan)
-    seeds: int = 5
-    """Number of runs of each chat and replay, whose tokens are summed."""
+    seeds: int = option(5, "runs of each chat, replay and model", whole(1, 100))
 
 
 QUICK = Plan(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import count
 
+from examples.bench.connectors import Contender
 from examples.bench.traces import sessions_in_order
-from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, TracePlan
 from examples.scheduler_bench.results import Outcome
@@ -107,6 +107,6 @@ def _shape(plan: TracePlan, memory: tuple[float, float]) -> Shape:
         max_running=plan.running,
         bus_blocks=plan.bus_tokens / block_tokens,
         chunk_tokens=CHUNK_TOKENS // plan.scale,
-        step_seconds=plan.step_seconds,
+        step_seconds=plan.step_ms / 1000,
         tokens_per_second=plan.tokens_per_second / plan.scale,
     )

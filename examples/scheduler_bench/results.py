@@ -1,14 +1,18 @@
-"""The measured numbers."""
+"""The measured numbers, and their tables."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from functools import reduce
 from itertools import chain
 from operator import add
 from statistics import fmean
 from typing import Any
 
-from examples.bench.tables import percentile
+from rich.table import Table
+
+from examples.bench.race import RaceResults
+from examples.bench.tables import Row as Cells
+from examples.bench.tables import make_table, optional, percentile, with_ratio
 from examples.scheduler_bench.engine import Wait
 from examples.scheduler_bench.plan import Plan
 
@@ -16,34 +20,21 @@ RIVAL = "builtin"
 """The contender that the others are compared with."""
 LEAST = "least"
 """Names the bytes that any connector needs: a column of the bytes table."""
-
 POOL = "vLLM's BlockPool"
 """Names vLLM's pool alone: a line of the memory table, a column of the cost table. Connectors that
 keep their blocks in it take no less memory."""
-
-
-class Kind(Enum):
-    """The work of a row, and the unit of its size."""
-
-    DECODE = "decode"
-    """A step, by requests that decode."""
-    SERVING = "serving"
-    """A step, by requests that load their prompts, decode, end, and are replaced by others."""
-    CONVERSATIONS = "conversations"
-    """The same with longer prompts and answers."""
-    STORED = "stored"
-    """A prompt that is computed and stored, by tokens."""
-    LOADED = "loaded"
-    """The same prompt again, after the device has lost it."""
-    ON_DEVICE = "on the device"
-    """The same prompt again: nothing is new."""
+KINDS = ("decode", "serving", "conversations", "stored", "loaded", "on the device")
+"""The work of a row: a step of so many running requests, which decode, or load their prompts,
+decode, end and are replaced; or one prompt of so many tokens, which is stored, loaded when the
+device has lost it, and found on the device."""
 
 
 @dataclass
 class Row:
     """All contenders at one size."""
 
-    kind: Kind
+    kind: str
+    """One of KINDS."""
     size: int
     cells: dict[str, float]
     """By contender, seconds in the connector's hooks."""
@@ -178,13 +169,11 @@ class Size:
     that come as they came in that loop."""
 
 
-@dataclass
-class Results:
+@dataclass(kw_only=True)
+class Results(RaceResults):
     """The measurements of a run so far."""
 
     plan: Plan
-    machine: dict[str, Any]
-    """Processor, versions, date."""
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     plays: list[Play] = field(default_factory=list)
@@ -193,13 +182,139 @@ class Results:
     """By trace and the memory that the other sizes are predicted from; then by seed and factor."""
     bytes: dict[str, dict[str, float]] = field(default_factory=dict)
     """By model and contender, host bytes of a token; and the least."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Contenders that refuse their settings, and their reasons."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Contenders that ended in an error: the step and the error."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """Measurements that prove nothing: contender and place, and the reason."""
-    seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"plays": [play.to_json() for play in self.plays]}
+
+    def tables(self) -> Iterator[Table]:
+        for rows, left in (
+            (self._costs(), 1),
+            (self._footprints(), 1),
+            (_found(self.plays), 1),
+            (_waits(self.plays), 2),
+            (_sizes(self.sizes), 1),
+            (_bytes(self.bytes), 1),
+        ):
+            if found := list(rows):
+                caption = "Columns: docs/benchmarks.md, scheduler side"
+                yield make_table(found, left=left, caption=caption)
+
+    def _costs(self) -> Iterator[Cells | str]:
+        for kind in KINDS:
+            rows = [row for row in self.rows if row.kind == kind]
+            yield from [""] if rows else []
+            for row in rows:
+                rival = row.cells.get(RIVAL)
+                yield {"": kind, "size": f"{row.size:,}"} | {
+                    name: with_ratio(f"{1e3 * value:.3f}", value, name != RIVAL and rival)
+                    for name, value in row.cells.items()
+                }
+
+    def _footprints(self) -> Iterator[Cells]:
+        headings = {
+            "start, s": ("seconds_to_start", ".2f"),
+            "bytes/\nblock": ("bytes_per_block", ".0f"),
+            "more if\nfilled": ("bytes_per_filled_block", ".0f"),
+        }
+        rival = self.footprints.get(RIVAL)
+        for name, found in self.footprints.items():
+            base = None if found is rival else rival
+            yield {"tier": name, "blocks": f"{found.tier_blocks:,}"} | {
+                heading: with_ratio(
+                    optional(getattr(found, key), form), getattr(found, key), getattr(base, key, 0)
+                )
+                for heading, (key, form) in headings.items()
+            }
+
+
+def _found(plays: Sequence[Play]) -> Iterator[Cells | str]:
+    """A line for each contender of each play."""
+    for play in plays:
+        yield play.name
+        for name, outcome in play.outcomes.items():
+            of_runs = [run.share(run.found) for run in play.runs[name]]
+            lost = {
+                "lost on\ndevice": outcome.unstored,
+                "lost in\nhost": outcome.evicted,
+                "LRU": outcome.lru,
+                "best": outcome.optimal,
+            }
+            yield {
+                "contender": name,
+                "device": _percent(outcome.share(outcome.device)),
+                "host": _percent(outcome.share(outcome.host)),
+                "found": _percent(outcome.share(outcome.found)),
+                "of a run": f"{_percent(min(of_runs))} - {_percent(max(of_runs))}",
+                **{
+                    heading: _percent(outcome.share(tokens)) if outcome.optimal else None
+                    for heading, tokens in lost.items()
+                },
+                "stored": f"{outcome.stored / 1000:.1f}",
+                "pre-\nempted": f"{outcome.preempted:,}",
+            }
+
+
+def _waits(plays: Sequence[Play]) -> Iterator[Cells | str]:
+    """Two lines for each contender of each play: first turns and later ones."""
+    for play in plays:
+        yield play.name
+        for name, outcome in play.outcomes.items():
+            for turns, waits in (("first", outcome.first_turns), ("later", outcome.later_turns)):
+                if found := figures(waits):
+                    ms = {key: f"{1e3 * value:,.0f}" for key, value in found.items()}
+                    yield {
+                        "contender": name,
+                        "turns": turns,
+                        "requests": f"{found['requests']:,.0f}",
+                        "mean": ms["mean"],
+                        "mean of\na run": f"{ms['least_mean']} - {ms['greatest_mean']}",
+                        "p50": ms["p50"],
+                        "p99": ms["p99"],
+                        "worst": ms["worst"],
+                        "worst of\na run": f"{ms['least_worst']} - {ms['greatest_worst']}",
+                        "until\nblocks": ms["until_blocks"],
+                        "load": ms["load"],
+                        "com-\npute": ms["compute"],
+                        "passed": f"{found['passed_most']:,.0f}",
+                        "in all": f"{found['passed_sum']:,.0f}",
+                        "finish, s": f"{outcome.seconds:,.1f}",
+                    }
+
+
+def _sizes(sizes: Mapping[str, Sequence[Mapping[float, Size]]]) -> Iterator[Cells | str]:
+    """A line for each size of host memory."""
+    for name, by_seed in sizes.items():
+        yield name
+        for factor in by_seed[0] if by_seed else ():
+            runs = [run[factor] for run in by_seed]
+
+            def mean(key: str, runs: Sequence[Size] = runs) -> str:
+                return _percent(fmean(getattr(run, key) for run in runs))
+
+            def error(key: str, runs: Sequence[Size] = runs) -> str:
+                errors = [run.predicted - getattr(run, key) for run in runs]
+                return f"{100 * fmean(errors):+.1f} ({100 * max(errors, key=abs):+.1f})"
+
+            yield {
+                "host memory": f"{factor:g} x",
+                "LRU of\nD + H": mean("lru"),
+                "predicted": mean("predicted"),
+                "replayed": mean("replayed"),
+                "its error": error("replayed"),
+                "agents\nwait": mean("in_loop"),
+                "error": error("in_loop"),
+                "of that\norder": mean("of_order"),
+            }
+
+
+def _bytes(sizes: Mapping[str, Mapping[str, float]]) -> Iterator[Cells]:
+    """A line for each model."""
+    for model, by_name in sizes.items():
+        yield {"model": model} | {
+            name: with_ratio(f"{value:,.0f}", value, name == "ours" and by_name[LEAST])
+            for name, value in by_name.items()
+        }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from examples.scheduler_bench.contenders import Contender
+from examples.bench.connectors import Contender
 from examples.scheduler_bench.engine import Engine, Hit
 from examples.scheduler_bench.plan import BLOCK_SIZE, TracePlan
 from examples.scheduler_bench.replay import replay

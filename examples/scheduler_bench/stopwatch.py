@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_HOOKS = (
+HOOKS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "build_connector_meta",
@@ -27,7 +27,7 @@ class Stopwatch:
 
     def __init__(self, connector: Any) -> None:
         self._nanoseconds = 0
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(connector, name, self._timed(getattr(connector, name)))
 
     def drain(self) -> float:

@@ -2,7 +2,7 @@
 
 from contextlib import closing
 
-from examples.scheduler_bench.contenders import Contender
+from examples.bench.connectors import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.planned import Planned
 

@@ -6,14 +6,14 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from examples.bench.child import Event, child_command, engine_environment, listen
-from examples.bench.command import CannotStart
+from examples.bench.command import CannotStart, Show
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import commit, gpu, machine, save_numbers
@@ -24,7 +24,7 @@ from examples.serve_bench.plan import Plan
 from examples.serve_bench.play import WARMING_UP, play_over_http
 from examples.serve_bench.results import floor_line, problems, summaries
 from examples.serve_bench.tokens import WordVocabulary
-from examples.serving import Endpoint, Server, command_line, server_environment
+from examples.serving import Endpoint, Server, command_line
 
 PLAY = "examples.serve_bench.play"
 CONVERSATIONS = "conversations.json"
@@ -33,38 +33,24 @@ MODEL = "bench"
 ENDPOINT = Contender("endpoint")
 """A server that the bench did not start."""
 
-Show = Callable[[str, str, int, int | None], None]
-"""Gets who is at work, the work, and the number of requests: done, and of all."""
-
 
 class Bench:
-    """The plan's rounds of each of ``contenders``, in turn; without contenders, ``endpoint`` alone.
+    """The plan's rounds of each of ``contenders``, in turn; with its ``url`` that server alone.
     The workload ``restart``, and ``turns`` once more, are for another engine over the files of the
-    first, which are in ``files``. Results are written to ``output`` after each measurement, so that
-    an early end costs the rest only."""
+    first, which are in its ``files``. Results go to ``output`` after each measurement: an early end
+    costs the rest only."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        contenders: Sequence[Contender],
-        output: Path,
-        *,
-        files: Path | None = None,
-        endpoint: Endpoint | None = None,
-        port: int | None = None,
-    ) -> None:
-        """``port``: where servers listen; None: a free one."""
+    def __init__(self, plan: Plan, contenders: Sequence[Contender], output: Path) -> None:
         self.plan = plan
-        self.contenders = [ENDPOINT] if endpoint is not None else list(contenders)
+        self.endpoint = None if plan.url is None else Endpoint(plan.url)
+        self.contenders = [ENDPOINT] if self.endpoint else list(contenders)
         self.output = output
-        self.files = files
-        self.endpoint = endpoint
+        self.files = None if plan.files is None else Path(plan.files)
         self.directory: str | None = None
         """What ``files`` is on."""
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in self.contenders}
         self.peak: float | None = None
         """Bytes a second of a contiguous copy to the device."""
-        self._port = port
         self._machine = machine() | ({"gpu": gpu()} if plan.device == "cuda" else {})
 
     @property
@@ -76,7 +62,7 @@ class Bench:
         return floor_line(summaries(self.runs), self.plan, self.peak)
 
     def run(self, show: Show) -> None:
-        """Raises CannotStart if the trace does not fit or ``files`` cannot be written, and
+        """Raises CannotStart if the trace does not fit or its ``files`` cannot be written, and
         RunFailed if a process fails or a server does not answer. No process and no file is left,
         however this ends."""
         plan = self.plan
@@ -92,7 +78,7 @@ class Bench:
                     f"answers, and the workloads have some of {plan.longest}"
                 )
         if "traces" in plan.workloads:
-            show("bench", "reading the trace", 0, None)
+            show("bench", "reading the trace")
             for agents in plan.agents:
                 requests_by_agent(plan, agents)
         self._save_conversations()
@@ -101,7 +87,7 @@ class Bench:
             return
         with self._model(show) as model:
             if plan.device == "cuda" and "ttft" in plan.workloads:
-                show("bench", "measuring a contiguous copy", 0, None)
+                show("bench", "measuring a contiguous copy")
                 self._measure_peak()
             for number in range(1, plan.rounds + 1):
                 for contender in self.contenders:
@@ -114,7 +100,7 @@ class Bench:
         self._save_conversations()
         contender = self.contenders[0].with_files(self.files or Path())
         with self._model(show) as model:
-            show(contender.name, "starting the server", 0, None)
+            show(contender.name, "starting the server")
             with self._serving(contender, model, self.output / f"{contender.name}.log") as server:
                 yield server, model
 
@@ -122,7 +108,7 @@ class Bench:
         """Write all results so far."""
         result = {
             "machine": self._machine,
-            "url": self.endpoint and self.endpoint.url,
+            "url": self.plan.url,
             "plan": self.plan,
             "contenders": self.contenders,
             "commits": {
@@ -152,7 +138,7 @@ class Bench:
             assert plan.model is not None
             yield plan.model
             return
-        show("bench", "making the model", 0, None)
+        show("bench", "making the model")
         with tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work:
             folder = Path(work).absolute() / "model"
             save_model(plan.shape, plan.max_model_len, plan.seed, folder)
@@ -189,7 +175,7 @@ class Bench:
         who = f"round {number}/{self.plan.rounds} {contender.name}{' again' * start.again}"
         log = self.output / f"{contender.name}-{number}{'-again' * start.again}.log"
         phase, started, start_seconds = "starting", time.perf_counter(), 0.0
-        show(who, phase, 0, None)
+        show(who, phase)
 
         def on_event(event: Event) -> None:
             nonlocal phase, start_seconds
@@ -201,7 +187,7 @@ class Bench:
             phase = event.get("phase", phase)
             if phase == WARMING_UP and not start_seconds:
                 start_seconds = time.perf_counter() - started
-            show(who, phase, event.get("done", 0), None)
+            show(who, phase)
 
         if start.folder is not None:
             contender = contender.with_files(Path(start.folder))
@@ -221,7 +207,7 @@ class Bench:
             )
             with self._environment(contender, model) as environment:
                 listen(command, environment, log, on_event)
-        show(who, "done", 1, 1)
+        show(who, "done")
 
     @contextmanager
     def _serving(self, contender: Contender, model: str, log: Path) -> Iterator[Server]:
@@ -232,7 +218,7 @@ class Bench:
         line = command_line(arguments)
         with (
             self._environment(contender, model) as environment,
-            Server(model, line, environment, log, port=self._port, name=MODEL) as server,
+            Server(model, line, environment, log, port=self.plan.port, name=MODEL) as server,
         ):
             yield server
 
@@ -240,7 +226,7 @@ class Bench:
     def _environment(self, contender: Contender, model: str) -> Iterator[dict[str, str]]:
         offline = "1" if Path(model).exists() else "0"
         with tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch:
-            environment = server_environment(
+            environment = engine_environment(
                 self.plan.device, Path(scratch), HF_HUB_OFFLINE=offline, **contender.environment
             )
             if contender.source is not None:

@@ -17,14 +17,14 @@ from prometheus_client.samples import Sample
 from examples.bench.child import Report
 from examples.bench.command import RunFailed
 from examples.serve_bench.plan import Plan
-from examples.serving import Endpoint, Server
+from examples.serving import RESET_SECONDS, Endpoint, Server
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 REQUEST_DEADLINE = 300.0
 """Seconds. A request that takes longer is lost."""
-RESET_SECONDS, POLL_SECONDS = 60.0, 0.2
+POLL_SECONDS = 0.2
 """vLLM refuses to reset its caches while blocks are in use, and reports no end of that."""
 
 SOURCES = {
@@ -78,6 +78,10 @@ class Reply:
     cached_tokens: int = 0
     """Prompt tokens that were not computed, from any source."""
     answer: str = ""
+    sources: dict[str, float] = field(default_factory=dict)
+    """Prompt tokens by source, of conversations with the engine's own answers."""
+    tokens: Sequence[int] = ()
+    """Of the answer, from an engine in this process."""
     arrivals: list[float] = field(default_factory=list)
     """When tokens came, from the moment that it was sent."""
 
@@ -110,7 +114,6 @@ class Client(ABC):
     """Sends requests, and collects their replies."""
 
     def __init__(self, plan: Plan, start: Start, report: Report) -> None:
-        """``report`` gets ``{"done": n}`` after each reply."""
         self.plan = plan
         self.start = start
         self.report = report
@@ -118,7 +121,6 @@ class Client(ABC):
         self.repeat = 0
         """Prompts are other ones for each."""
         self.replies: list[Reply] = []
-        self._done = 0
         self._before: dict[str, float] = {}
         self._began = self._busy = 0.0
 
@@ -186,8 +188,6 @@ class Client(ABC):
         reply.ttft, reply.latency = reply.arrivals[0], reply.arrivals[-1]
         if kind is not None:
             self.replies.append(reply)
-        self._done += 1
-        self.report({"done": self._done})
         return reply
 
     @abstractmethod
@@ -241,17 +241,16 @@ class EngineClient(Client):
         sampling = SamplingParams(
             temperature=0, max_tokens=reply.answer_tokens, ignore_eos=True, detokenize=False
         )
-        tokens: Sequence[int] = []
         async for output in self._engine.generate(
             TokensPrompt(prompt_token_ids=list(prompt)),
             sampling,
             f"{next(self._numbers)} {reply.id}",
         ):
             on_token()
-            tokens = output.outputs[0].token_ids
+            reply.tokens = list(output.outputs[0].token_ids)
             reply.cached_tokens = output.num_cached_tokens or 0
-        reply.answer = self.vocabulary.decode(tokens)
-        return len(tokens)
+        reply.answer = self.vocabulary.decode(reply.tokens)
+        return len(reply.tokens)
 
 
 class HttpClient(Client):

@@ -19,13 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from examples.bench.command import CannotStart
 from examples.serve_bench.tokens import Vocabulary
 
 FILETYPE = "generate_conversations"
-
-
-class InputError(ValueError):
-    """An input file that cannot be used. The text has the place, the value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -61,87 +58,70 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Constant(_Form):
-    distribution: Literal["constant"]
-    value: Number
-
-    def draw(self, _source: np.random.RandomState, size: int) -> NDArray[Any]:
-        return np.full(size, int(self.value))
-
-
-class _Uniform(_Form):
-    distribution: Literal["uniform"]
-    min: Number
-    max: Number
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min > self.max:
-            raise ValueError("min is above max")
-        return self
-
-    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
-        return source.randint(int(self.min), int(self.max) + 1, size=size)
+_NEEDED = {
+    "constant": {"value"},
+    "uniform": {"min", "max"},
+    "zipf": {"alpha"},
+    "poisson": {"alpha"},
+    "lognormal": {"mean", "sigma"},
+}
 
 
-class _Zipf(_Form):
-    distribution: Literal["zipf"]
-    alpha: Annotated[float, Field(gt=1)]
+class _Length(_Form):
+    """Lognormal: of ``mean`` and ``sigma``, or of an average and the median's ratio to it."""
+
+    distribution: Literal["constant", "uniform", "zipf", "poisson", "lognormal"]
+    value: Number = 0.0
+    min: Number = 0.0
     max: Number | None = None
-
-    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
-        return source.zipf(self.alpha, size)
-
-
-class _Poisson(_Form):
-    distribution: Literal["poisson"]
-    alpha: Number
-    max: Number | None = None
-
-    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
-        return source.poisson(self.alpha, size)
-
-
-class _Lognormal(_Form):
-    """Of an average and the median's ratio to it, or of ``mean`` and ``sigma``."""
-
-    distribution: Literal["lognormal"]
+    alpha: Number = 0.0
     average: Annotated[float, Field(ge=1)] | None = None
     median_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.85  # vLLM's default
-    mean: Number | None = None
-    sigma: Number | None = None
-    max: Number | None = None
+    mean: Number = 0.0
+    sigma: Number = 0.0
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.average is None and (self.mean is None or self.sigma is None):
-            raise ValueError("average, or mean and sigma, are missing")
+        needed = {"average"} if self.average is not None else _NEEDED[self.distribution]
+        if missing := sorted(needed - self.model_fields_set):
+            raise ValueError(f"{self.distribution} needs {' and '.join(missing)}")
         return self
 
-    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+    def draw(self, source: np.random.RandomState, size: int) -> list[int]:
+        """Raises CannotStart for numbers that numpy refuses."""
+        try:
+            drawn = self._drawn(source, size)
+        except ValueError as error:
+            raise CannotStart(f"--input-file: {self.distribution}: {error}") from None
+        most = math.inf if self.max is None else self.max
+        return [int(length) for length in np.round(np.minimum(drawn, most))]
+
+    def _drawn(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+        match self.distribution:
+            case "constant":
+                return np.full(size, int(self.value))
+            case "uniform":
+                return source.randint(int(self.min), int(self.max or 0) + 1, size=size)
+            case "zipf":
+                return source.zipf(self.alpha, size)
+            case "poisson":
+                return source.poisson(self.alpha, size)
         if self.average is None:
-            assert self.mean is not None
-            assert self.sigma is not None
             return source.lognormal(self.mean, self.sigma, size)
         sigma = math.sqrt(-2 * math.log(self.median_ratio))
         drawn = source.lognormal(math.log(self.average * self.median_ratio), sigma, size)
         return np.asarray(drawn * (self.average / drawn.mean()))
 
 
-Distribution = Annotated[
-    _Constant | _Uniform | _Zipf | _Poisson | _Lognormal, Field(discriminator="distribution")
-]
-
-
 class _Questions(_Form):
-    num_turns: Distribution
-    num_tokens: Distribution
-    common_prefix_num_tokens: Distribution = _Constant(distribution="constant", value=0)
-    prefix_num_tokens: Distribution
+    num_turns: _Length
+    num_tokens: _Length
+    common_prefix_num_tokens: _Length = _Length(distribution="constant", value=0)
+    prefix_num_tokens: _Length
 
 
 class _Answers(_Form):
-    num_tokens: Distribution
+    num_tokens: _Length
 
 
 class _Settings(_Form):
@@ -171,13 +151,13 @@ class _Recorded(_Form):
 
 
 def read_input(path: Path) -> Any:
-    """The content of a file. Raises InputError if it is no JSON, or cannot be read."""
+    """The content of a file. Raises CannotStart if it is no JSON, or cannot be read."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise CannotStart(f"--input-file: {path}: {error.strerror}") from None
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from None
+        raise CannotStart(f"--input-file: {path} is no JSON: {error}") from None
 
 
 def make_conversations(
@@ -186,7 +166,7 @@ def make_conversations(
     """The conversations that ``data``, read from a file, holds or describes. ``repeat`` changes the
     words of generated ones, and no lengths.
 
-    Raises InputError.
+    Raises CannotStart.
     """
     try:
         if isinstance(data, Mapping):
@@ -195,7 +175,9 @@ def make_conversations(
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise InputError(f"{where}: {first['msg']}, not {str(first['input'])[:80]}") from None
+        raise CannotStart(
+            f"--input-file: {where}: {first['msg']}, not {str(first['input'])[:80]}"
+        ) from None
 
 
 def to_messages(
@@ -221,22 +203,17 @@ def _generated(
     source = np.random.RandomState(seed)
     asks, count = settings.prompt_input, settings.num_conversations
 
-    def draw(distribution: Distribution, size: int) -> list[int]:
-        most = getattr(distribution, "max", None)
-        drawn = np.minimum(distribution.draw(source, size), math.inf if most is None else most)
-        return [int(length) for length in np.round(drawn)]
-
     def words(length: int, *what: object) -> list[int]:
         return vocabulary.random(length, seed, repeat, *what)
 
-    messages = draw(asks.num_turns, count)
-    prefixes = draw(asks.prefix_num_tokens, count)
-    common = words(*draw(asks.common_prefix_num_tokens, 1), "common")
+    messages = asks.num_turns.draw(source, count)
+    prefixes = asks.prefix_num_tokens.draw(source, count)
+    common = words(*asks.common_prefix_num_tokens.draw(source, 1), "common")
     conversations = []
     for index, (number, prefix) in enumerate(zip(messages, prefixes, strict=True)):
         even = max(number, 2) + max(number, 2) % 2  # every question has an answer
-        asked = draw(asks.num_tokens, even)[::2]
-        answered = draw(settings.prompt_output.num_tokens, even)[1::2]
+        asked = asks.num_tokens.draw(source, even)[::2]
+        answered = settings.prompt_output.num_tokens.draw(source, even)[1::2]
         # The first question begins with the prefixes.
         asked[0] = prefix + max(asked[0] - len(common), 1)
         turns = [
@@ -252,13 +229,13 @@ def _recorded(items: Sequence[_Recorded], vocabulary: Vocabulary) -> list[Conver
     conversations: dict[str, Conversation] = {}
     for item in items:
         if item.id in conversations:
-            raise InputError(f"a second conversation with id {item.id!r}")
+            raise CannotStart(f"--input-file: a second conversation with id {item.id!r}")
         tokens = [vocabulary.encode(message.content) for message in item.messages]
         # The last question may have no answer, hence no length of one: it is left out.
         turns = [Turn(*pair) for pair in zip(tokens[::2], tokens[1::2], strict=False)]
         if not turns or not all(turn.question and turn.answer for turn in turns):
-            raise InputError(f"conversation {item.id!r}: a message is empty, or there is no answer")
+            raise CannotStart(f"--input-file: {item.id!r} has an empty message or no answer")
         conversations[item.id] = Conversation(item.id, turns)
     if not conversations:
-        raise InputError("no conversations")
+        raise CannotStart("--input-file: no conversations")
     return list(conversations.values())

@@ -4,11 +4,15 @@ A plan is plain data, which travels to each engine's process as JSON. All prompt
 seed, so all contenders get the same.
 """
 
+import json
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
+from examples.bench.arguments import MAX_SEED, option, whole
 from examples.bench.child import Device
 from examples.bench.connectors import Contender
 from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape
@@ -21,7 +25,6 @@ from examples.serve_bench.conversations import (
 from examples.serve_bench.tokens import ModelVocabulary, Vocabulary, WordVocabulary
 
 Transport = Literal["engine", "http"]
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Workload = Literal["ttft", "grown", "idle", "mix", "stores", "turns", "traces", "restart"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 Length = int | tuple[int, int] | Mapping[str, Any]
@@ -63,18 +66,48 @@ SETTINGS = generated(12, messages=8, common=64, prefix=(1000, 1600), question=64
 """Of the preset cpu."""
 
 
+def _file(text: str) -> str:
+    return str(Path(text).resolve())
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ArgumentTypeError(
+            f"{text!r} is no address such as http://127.0.0.1:8000, with http or https"
+        )
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _gib(text: str) -> int:
+    return whole()(text) << 30
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One benchmark. Lengths are in tokens, times in seconds. The defaults are the preset cpu."""
 
     workloads: tuple[Workload, ...] = ("turns",)
-    transport: Transport = "http"
-    """An engine in a process of its own, or ``vllm serve`` and its clients."""
-    rounds: int = 1
-    """Engines of each contender."""
-    repeats: int = 1
-    """Times that an engine does the work, with other prompts each time."""
-    seed: int = 0
+    transport: Transport = option(  # noqa: RUF009 - a string
+        "http",
+        "engine: in the engine's process. http: `vllm serve` and its clients",
+        str,
+        metavar=None,
+        choices=get_args(Transport),
+    )
+    rounds: int = option(1, "engines of each contender")
+    repeats: int = option(1, "of the work by each engine, with other prompts each time")
+    seed: int = option(0, "of all prompts", whole(0, MAX_SEED))
     most_client_busy: float = 0.8
     """A client that computes for a larger share of the time measures itself."""
     settle_seconds: float = 0.2
@@ -84,27 +117,31 @@ class Plan:
     device: Device = "cpu"
     shape: ModelShape | None = SMALL
     """Of a model that is made; None for ``model``, or for that of a server that runs."""
-    model: str | None = None
-    vocab_size: int = 0
-    """Of the model of a server that runs."""
+    model: str | None = option(None, "an existing one, by folder or name", str, metavar="NAME")
+    mla: bool = option(False, "a model of latent attention (GPU only)", None, action="store_true")
+    kv_heads: int | None = option(None, "of a made model; 1 is the share of a rank of 8")
+    url: str | None = option(None, "measure this server, which runs already", _url, metavar="URL")
+    port: int | None = option(None, "where to serve, by default a free one", whole(1, 65535))
+    files: str | None = option(
+        None, "for files of contenders, removed at the end", metavar="DIR", parse=str
+    )
+    vocab_size: int = option(30_000, "tokens of the model at --url", whole(16))
     longest_request: int | None = None
     """Longest request with its answer that this server takes; None if not known."""
     block_size: int = 32
-    device_tokens: int = 6144
-    """Capacity of the device's KV space."""
+    device_tokens: int = option(6144, "capacity of the device's KV space")
     fits: bool = False
     """True if it holds everything: no connector can help, or should cost."""
-    host_bytes: int = 512 << 20
-    """Size of the host tier, for all ranks together."""
-    tensor_parallel: int = 1
-    graphs: bool = False
-    compilation_config: Mapping[str, Any] | None = None
-    """vLLM's; None: vLLM's default."""
+    host_bytes: int = option(512 << 20, "host tier of all ranks together", _gib, name="host-gib")
+    tensor_parallel: int = option(1, "ranks")
+    graphs: bool = option(
+        False, "no CUDA graphs", None, name="eager", action="store_const", const=False
+    )
+    compilation_config: Mapping[str, Any] | None = option(None, "vLLM's", _json, metavar="JSON")
 
-    prompt_tokens: int = 1024
-    """Of a prompt that comes back as a hit."""
+    prompt_tokens: int = option(1024, "of prompts that come back as hits")
     first_tokens: int = 4
-    """Of its answer."""
+    """Of the answer to such a prompt."""
     new_tokens: tuple[int, ...] = (1, 64)
     """By how much such prompts have grown when they come back."""
     idle_prompts: int = 6
@@ -117,28 +154,23 @@ class Plan:
 
     settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
     """The conversations, in the form of an input file."""
-    input_file: str | None = None
-    """A file with other ones."""
+    input_file: str | None = option(None, "other conversations", _file, metavar="FILE")
     clients: int = 2
     """Each sends one request at a time."""
     active: int = 12
     """Conversations that have begun and not ended, of all clients together."""
     longest_conversation: int = 0
+    own_answers: bool = False
+    """True: the history has the engine's answers, not the recorded ones. For an engine in this
+    process, and one client."""
 
-    traces: str | None = None
-    """File with recorded requests; None without the workload ``traces``."""
-    agents: tuple[int, ...] = (4, 8)
-    """Numbers of agents, measured one after another."""
-    seconds: int | None = 20
-    """Time of each of these measurements, after every agent's first answer; None: no limit."""
-    requests: int | None = None
-    """Of each measurement at most, the agents' first ones included."""
-    scale: int = 64
-    """Recorded tokens for each token that is sent."""
-    think_scale: int | None = None
-    """``pause_scale``, if it is another number than ``scale``."""
-    max_pause: int = 2
-    """Longest pause of an agent."""
+    traces: str | None = option(None, "of Claude Code or Mooncake, also .xz", _file, metavar="FILE")
+    agents: tuple[int, ...] = option((4, 8), "numbers of them, in turn", whole(1, 4096), nargs="+")
+    seconds: int | None = option(20, "of a measurement of agents; no limit with --requests")
+    requests: int | None = option(None, "of each measurement, the agents' first ones included")
+    scale: int = option(64, "recorded tokens for each one that is sent")
+    think_scale: int | None = option(None, "recorded seconds for each one of a pause, or --scale")
+    max_pause: int = option(2, "longest pause of an agent, s", whole(0))
 
     @property
     def kv_bytes_per_token(self) -> int | None:
@@ -229,10 +261,23 @@ class Plan:
     def conversations(self, vocabulary: Vocabulary, repeat: int = 0) -> list[Conversation]:
         """Of the same lengths for each ``repeat``; generated ones have other words.
 
-        Raises InputError.
+        Raises CannotStart.
         """
         data = self.settings if self.input_file is None else read_input(Path(self.input_file))
         return make_conversations(data, vocabulary, self.seed, repeat)
+
+    def with_conversations(self) -> "Plan":
+        """The same with the numbers that follow from the conversations: no more clients than they
+        keep busy. Raises CannotStart."""
+        lengths = [each.num_tokens for each in self.conversations(self.vocabulary())]
+        active = min(self.active, len(lengths))
+        plan = replace(
+            self,
+            active=active,
+            clients=min(self.clients, active),
+            longest_conversation=max(lengths),
+        )
+        return replace(plan, device_tokens=sum(map(plan.in_blocks, lengths))) if self.fits else plan
 
     def engine_arguments(self, contender: Contender) -> dict[str, Any]:
         """vLLM's, by their names in Python."""
@@ -253,7 +298,7 @@ class Plan:
             "enforce_eager": not self.graphs,
             "tensor_parallel_size": self.tensor_parallel,
             "compilation_config": self.compilation_config,
-            "kv_transfer_config": contender.transfer_config(self.host_bytes),
+            "kv_transfer_config": contender.transfer_config(cpu_bytes_to_use=self.host_bytes),
         }
 
 

@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from pydantic import TypeAdapter
 
-from examples.bench.child import Report, run_child
+from examples.bench.child import Report, run_child, without_collection
 from examples.bench.connectors import Contender
-from examples.serve_bench.client import (
-    Client,
-    EngineClient,
-    HttpClient,
-    RequestLost,
-    Start,
-)
+from examples.serve_bench.client import Client, EngineClient, HttpClient, RequestLost, Start
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.results import numbers_of, ttft_of
 from examples.serve_bench.workloads import plays
@@ -71,7 +65,7 @@ async def play(client: Client) -> None:
             await client.settle()
             replies = [asdict(reply) for reply in client.replies]
             for reply in replies:
-                del reply["arrivals"]
+                del reply["arrivals"], reply["tokens"]
             measured = {
                 "repeat": repeat,
                 "workload": name,
@@ -121,9 +115,11 @@ def run(arguments: dict[str, Any], report: Report) -> None:
 
 
 def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with without_collection():
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.worker import cpu_worker  # noqa: F401 - which the engine core then has
 
     given = plan.engine_arguments(contender)
     if given["kv_transfer_config"] is not None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from examples.bench.tables import percentile
 from examples.serve_bench.agents import Request, new_tokens, requests_by_agent
-from examples.serve_bench.client import Client, Reply
+from examples.serve_bench.client import SOURCES, Client, Reply
 from examples.serve_bench.conversations import Conversation
 from examples.serve_bench.plan import Plan, Workload
 
@@ -122,7 +122,13 @@ async def turns(client: Client) -> Numbers:
             conversation, turn = held.popleft()
             kind, length = f"turn {turn + 1}", len(conversation.turns[turn].answer)
             name, prompt = f"conversation {conversation.id!r}, {kind}", conversation.prompt(turn)
-            await client.ask(kind, name, prompt, length, compared=plan.exact)
+            before = client.counted() if plan.own_answers else {}
+            reply = await client.ask(kind, name, prompt, length, compared=plan.exact)
+            if plan.own_answers:
+                after = client.counted()
+                sources = {each: after.get(each, 0) for each in SOURCES.values()}
+                reply.sources = {each: sources[each] - before.get(each, 0) for each in sources}
+                conversation.turns[turn].answer[:] = reply.tokens
             if turn + 1 < len(conversation.turns):
                 held.append((conversation, turn + 1))
 
@@ -258,8 +264,9 @@ def plays(plan: Plan, *, again: bool = False) -> dict[str, Play]:
     ``again``: those of an engine over the files of the first."""
     found: dict[str, Play] = {}
     if again:
-        found["restart"] = restart
-        return found | ({"turns, restarted": turns} if "turns" in plan.workloads else {})
+        restarts: Mapping[str, Play] = {"restart": restart, "turns, restarted": turns}
+        kept = zip(("ttft", "turns"), restarts, strict=True)
+        return {name: restarts[name] for workload, name in kept if workload in plan.workloads}
     for workload in plan.workloads:
         if workload == "traces":
             found |= {

@@ -1,8 +1,13 @@
 """A fake ``vllm serve``: starts at once, invents tokens, and fails on request.
 
 ``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the environment
-is JSON: see ``Faults``. Half of a prompt's prefix that the device knows counts as its hit. The rest
-of the prefix that the connector knows, if there is one, counts as the connector's.
+is JSON with the faults of a server with a connector: ``exit_at_start``, its exit code; ``child``, a
+process that only a signal ends; ``resets_refused``, how often; and the number of a request, from 0,
+at which it is killed (``die_at``), answers with status 500 (``refuse_at``), leaves out the last
+token (``short_at``), or writes to the pipe ``stall_pipe`` and does not go on (``stall_at``).
+
+Half of a prompt's prefix that the device knows counts as its hit. The rest of the prefix that the
+connector knows, if there is one, counts as the connector's.
 """
 
 import argparse
@@ -12,40 +17,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
+import psutil
+
 COMMAND = (sys.executable, "-m", "tests.examples.fake_server")
 
 
-@dataclass(frozen=True)
-class Faults:
-    """Those of a server with a connector. Requests count from 0."""
-
-    exit_at_start: int | None = None
-    """Exits with this code before it answers."""
-    child: bool = False
-    """True: starts a process that only a signal ends."""
-    die_at: int | None = None
-    """The request during which the process is killed."""
-    refuse_at: int | None = None
-    """The request that is answered with status 500."""
-    short_at: int | None = None
-    """The request whose answer lacks its last token."""
-    stall_at: int | None = None
-    """The request whose answer never ends."""
-    stall_pipe: str | None = None
-    """A named pipe to write to when it stalls."""
-    resets_refused: int = 0
-    """Number of resets that fail before one succeeds."""
-
-
 class Handler(BaseHTTPRequestHandler):
-    faults: Faults
+    faults: dict[str, Any]
     connector: bool
     model: str
     lock = Lock()
@@ -68,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         cls = type(self)
         if self.path.startswith("/reset_prefix_cache"):
             cls.refusals += 1
-            success = self.refusals > self.faults.resets_refused
+            success = self.refusals > self.faults.get("resets_refused", 0)
             if success:
                 self.on_device.clear()
             if success and self.path.endswith("reset_external=true"):
@@ -80,9 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.lock:
             number, cls.requests = self.requests, self.requests + 1
             cached = self._find(prompt)
-        if number == self.faults.die_at:
+        if number == self.faults.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if number == self.faults.refuse_at:
+        if number == self.faults.get("refuse_at"):
             self.send_error(500)
         else:
             self._stream(number, prompt, cached, body["max_tokens"])
@@ -103,12 +87,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         first = sum(prompt)
-        num_tokens = length - (number == self.faults.short_at)
+        num_tokens = length - (number == self.faults.get("short_at"))
         for token in range(first, first + num_tokens):
             self._event({"choices": [{"text": f"w{token} "}]})
-            if number == self.faults.stall_at:
-                if self.faults.stall_pipe is not None:
-                    Path(self.faults.stall_pipe).write_text("stalled")
+            if number == self.faults.get("stall_at"):
+                Path(self.faults["stall_pipe"]).write_text("stalled")
                 Event().wait()
         usage = {
             "prompt_tokens": len(prompt),
@@ -140,6 +123,12 @@ def _known(prompt: Sequence[int], seen: Sequence[Sequence[int]]) -> int:
     return longest
 
 
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    """All have ended, or do so soon."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
@@ -148,11 +137,11 @@ def main() -> None:
     parser.add_argument("--served-model-name", default="fake")
     arguments, _ = parser.parse_known_args()
     connector = arguments.kv_transfer_config is not None
-    faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")) if connector else {})
-    if faults.exit_at_start is not None:
+    faults = json.loads(os.environ.get("FAKE_SERVER", "{}")) if connector else {}
+    if "exit_at_start" in faults:
         sys.stderr.write("there is no such model\n")
-        sys.exit(faults.exit_at_start)
-    if faults.child:
+        sys.exit(faults["exit_at_start"])
+    if "child" in faults:
         # With the server's command line, by which a test finds it.
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *sys.argv])
     Handler.faults, Handler.connector = faults, connector

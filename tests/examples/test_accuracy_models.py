@@ -1,4 +1,4 @@
-"""The recall models of this repository, and runs with them."""
+"""The recall models of this repository: their language, lm_eval's questions, and runs."""
 
 import json
 from itertools import pairwise
@@ -9,9 +9,41 @@ import torch
 
 from examples.accuracy.__main__ import MODELS, OUR_MODELS, main
 from examples.accuracy.evaluation import find_python
-from examples.accuracy.language import HOPS, make_questions
+from examples.accuracy.language import (
+    END_OF_PAIR,
+    HOPS,
+    LONGEST,
+    MAX_FILLER,
+    MIN_FILLER,
+    QUESTION,
+    SHORTEST,
+    make_questions,
+)
 from examples.bench.command import BAD_RESULT, RunFailed
 from examples.bench.results_file import NUMBERS
+
+
+def test_questions_are_answered_by_their_contexts_with_lengths_and_places_spread_evenly() -> None:
+    asked = list(make_questions(600, seed=0))
+    places = []
+    for question in asked:
+        context, _, end = question.prompt.partition(f" {QUESTION} ")
+        pairs = [pair.split() for pair in context.removesuffix(f" {END_OF_PAIR}").split(" ; ")]
+        assert {first for first, _ in pairs} == {second for _, second in pairs}, "one ring"
+        assert MIN_FILLER + 2 <= len(end.split()) <= MAX_FILLER + 2
+        words = [end.split()[0], *question.answer.split()[:-1]]
+        assert len(words) == HOPS
+        assert question.answer.split() == [dict(pairs)[word] for word in words]
+        place_of = {first: place / len(pairs) for place, (first, _) in enumerate(pairs)}
+        places += [place_of[word] for word in words]
+    assert MIN_FILLER > 32, "the question lies further back than a block"
+    lengths = torch.tensor([len(question.prompt.split()) for question in asked])
+    assert SHORTEST - 32 <= lengths.min() < 1100
+    assert 3900 < lengths.max() <= LONGEST
+    thirds = torch.histc(lengths.float(), 3, min=SHORTEST - 32, max=LONGEST) / len(asked)
+    assert thirds.tolist() == pytest.approx([1 / 3] * 3, abs=0.08)
+    tenths = torch.histc(torch.tensor(places), 10, min=0, max=1) / len(places)
+    assert tenths.tolist() == pytest.approx([0.1] * 10, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "windows"), [(OUR_MODELS[0], 0), (OUR_MODELS[1], 2)])
@@ -60,7 +92,7 @@ def test_corrupted_blocks_change_all_answers(
     code = main([*arguments, "--corrupt"])
     printed = capsys.readouterr().out
     passes = json.loads((tmp_path / NUMBERS).read_text())[name]["passes"]
-    scores = {each: numbers["scores"][0]["value"] for each, numbers in passes.items()}
+    scores = {name: next(iter(numbers.values())) for name, numbers in passes.items()}
     assert scores["without"] == scores["first pass"] >= 0.9
     assert passes["second pass"]["hit_share"] > 0.9
     assert passes["second pass"]["device_hit_tokens"] == 0

@@ -1,18 +1,20 @@
-"""The demo: as a whole on a tiny model, and how it behaves when something goes wrong."""
+"""The demo: as a whole on a tiny model, and its verdict on answers that differ."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from examples.bench.child import ROOT
-from examples.demo.plan import FULL, QUICK, Plan
-from examples.demo.results import Answer, compare, compare_restarted, rows_by_turn
+from examples.bench.command import BAD_RESULT
+from examples.demo.__main__ import FULL, QUICK, main
+from examples.serve_bench.client import Reply
+from examples.serve_bench.plan import Plan
 
 
 def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Path) -> None:
@@ -25,109 +27,54 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    output = done.stdout
-    plan = QUICK
-    tokens = plan.requests * plan.answer_tokens
-    assert f"All {tokens} tokens of {plan.requests} answers are the same" in output
-    assert "with connector: turn 3, user 3: " in done.stderr
-
     result = json.loads((tmp_path / "result.json").read_text())
-    assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
-    without, with_host = ([Answer(**a) for a in result[k]] for k in ("without", "with"))
-    assert [a.tokens for a in without] == [a.tokens for a in with_host]
+    ((without,), (found,)) = ([run["replies"] for run in each] for each in result["runs"].values())
     # A model that ignores its context would give every user the same answer.
-    assert len({tuple(a.tokens) for a in with_host}) == plan.requests
-    assert sum(a.from_host for a in without) == 0
-    returning = [a for a in with_host if a.turn > 0]
-    assert all(a.from_host > 0 for a in returning)
-    found = sum(a.from_host for a in with_host)
-    assert f"; {found:.0f} prompt tokens came from host memory." in output
-    for a in (*without, *with_host):
-        assert a.from_device + a.from_host + a.recomputed == a.prompt_tokens
-        assert 0 < a.ttft < a.seconds
-
-    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert len({reply["answer"] for reply in found}) == len(found) == 9
+    assert [reply["answer"] for reply in without] == [reply["answer"] for reply in found]
+    assert all(sum(r["sources"].values()) == r["prompt_tokens"] for r in (*without, *found))
+    hits = [reply["sources"].get("external_hit_tokens", 0) for reply in found]
+    assert f"All 72 tokens of 9 answers are the same; {sum(hits):.0f} prompt" in done.stdout
+    assert hits[:3] == [0, 0, 0]
+    assert all(hits[3:])
+    ttft = [f"{fmean(each['ttft'] for each in replies[6:]):.2f} s" for replies in (without, found)]
+    (row,) = (line.split() for line in done.stdout.splitlines() if line.startswith("    3 "))
+    assert row[:4] == ["3", "400", "64", f"{fmean(hits[6:]):.0f}"]
+    assert " ".join(row[5:9]) == " ".join(ttft)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"result.json", "ttft.png", "engines.log"}
-
-
-def answers(from_host: int = 64) -> list[Answer]:
-    return [
-        Answer(
-            user=user,
-            turn=turn,
-            prompt_tokens=100,
-            from_device=0,
-            from_host=from_host if turn else 0,
-            recomputed=100 - from_host if turn else 100,
-            ttft=1.0 + turn,
-            seconds=2.0 + turn,
-            tokens=[10 * turn + user, 7, 8],
-            logprobs=[-1.0, -2.0, -3.0],
-        )
-        for turn in range(2)
-        for user in range(2)
-    ]
-
-
-def altered(index: int, **changes: Any) -> list[Answer]:
-    found = answers()
-    found[index] = replace(found[index], **changes)
-    return found
+    logs = {"none-1.log", "ours-1.log"}
+    assert names == {"result.json", "ttft.png", "conversations.json"} | logs
 
 
 @pytest.mark.parametrize(
-    ("with_host", "passed", "words"),
-    [
-        (answers(), True, "All 12 tokens of 4 answers are the same (logprobs within 0.0e+00); 128"),
-        (altered(2, logprobs=[-1.0, -2.25, -3.0]), True, "logprobs within 2.5e-01"),
-        (
-            altered(3, tokens=[11, 7, 9]),
-            False,
-            "NOT the same: turn 2, user 2, token 3 of the answer is 8 (logprob -3.000000) without",
-        ),
-        (altered(1, tokens=[1, 7]), False, "is 8 (logprob -3.000000) without and missing with"),
-        (answers()[:3], False, "4 answers without and 3 with the connector"),
-        (answers()[::-1], False, "user 1, turn 1 without the connector met user 2, turn 2 with it"),
-        (answers(from_host=0), False, "no token came from host memory"),
-    ],
+    ("answer", "hits", "complaint"),
+    [("w1", 0.0, "the connector got no hits"), ("w2", 1.0, "1 of 20 answers differ: 0 (0 cached")],
 )
-def test_verdicts(with_host: list[Answer], passed: bool, words: str) -> None:
-    verdict = compare(answers(from_host=0), with_host)
-    assert verdict.passed is passed
-    assert words in verdict.sentence
-
-
-@pytest.mark.parametrize(
-    ("restarted", "passed", "words"),
-    [
-        (answers(), False, "0 of the 200 tokens of first messages"),
-        (altered(0, from_host=64), True, "64 of the 200 tokens of first messages came from files"),
-        (altered(3, tokens=[11, 7, 9]), False, "After the restart NOT the same: turn 2, user 2"),
-    ],
-)
-def test_verdicts_on_a_restart(restarted: list[Answer], passed: bool, words: str) -> None:
-    verdict = compare_restarted(answers(), restarted)
-    assert verdict.passed is passed
-    assert words in verdict.sentence
-
-
-def test_rows_are_means_over_users() -> None:
-    fast = [replace(answer, ttft=answer.ttft / 4) for answer in answers()]
-    fast[0] = replace(fast[0], ttft=0.75)
-    first, second = rows_by_turn(answers(from_host=0), fast)
-    assert (first.turn, first.ttft_without, first.ttft_with, first.speedup) == (0, 1.0, 0.5, 2.0)
-    assert (second.prompt_tokens, second.from_host, second.recomputed) == (100, 64, 36)
-    assert second.speedup == 4.0
-
-
-@pytest.mark.parametrize("preset", [FULL, QUICK])
-@pytest.mark.parametrize("users", [2, 16])
-@pytest.mark.parametrize("turns", [2, 12])
-def test_one_conversation_fits_the_device_and_all_do_not(
-    preset: Plan, users: int, turns: int
+def test_no_hits_or_another_token_fail(
+    answer: str,
+    hits: float,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = replace(preset, users=users, turns=turns)
-    assert plan.longest_context <= plan.max_model_len < plan.device_tokens
-    assert plan.conversation_tokens > plan.device_tokens
-    assert plan.conversation_tokens * plan.model.kv_bytes_per_token <= plan.host_bytes
+    def play(arguments: list[str], _environment: Any, log: Path, on_event: Any) -> None:
+        replies = [Reply("turn 1", str(number), 9, 2, True, 0.0) for number in range(20)]
+        replies[0].answer = answer if log.stem == "ours-1" else "w1"
+        numbers = {"requests": 20, "external_hit_tokens": hits if log.stem == "ours-1" else 0}
+        one = {"repeat": 0, "workload": "turns", "lost": [], "numbers": numbers, "ttft": {}}
+        on_event({"measured": one | {"replies": list(map(asdict, replies))}})
+
+    monkeypatch.setattr("examples.serve_bench.bench.listen", play)
+    assert main(["--quick", "--output", str(tmp_path)]) == BAD_RESULT
+    assert complaint in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("plan", [FULL, QUICK])
+def test_one_conversation_fits_the_device_and_all_do_not(plan: Plan) -> None:
+    plan = plan.with_conversations()
+    conversations = plan.conversations(plan.vocabulary())
+    everything = sum(each.num_tokens for each in conversations)
+    assert plan.kv_bytes_per_token is not None
+    assert plan.max_model_len < plan.device_tokens < everything / 2
+    assert everything * plan.kv_bytes_per_token <= plan.host_bytes

@@ -113,6 +113,10 @@ def test_the_values_are_those_of_the_chart(model_spec: dict[str, Any]) -> None:
     assert VALUES["routerSpec"]["routingLogic"] in ROUTING
     assert {key: type(value) for key, value in model_spec.items()} == CHART_KEYS
     assert model_spec["tag"] in DOCKERFILE
+    # Folded lines of YAML are one line for JSON, and the chart quotes each argument.
+    option, text = model_spec["vllmConfig"]["extraArgs"]
+    assert (option, "\n" in text) == ("--kv-transfer-config", False)
+    assert json.loads(text)["kv_connector_module_path"] == "simple_offload"
 
 
 def test_vllm_serves_with_the_connector(
@@ -124,13 +128,6 @@ def test_vllm_serves_with_the_connector(
     assert config.cache_config.enable_prefix_caching
     limit = int(model_spec["limitMemory"].removesuffix("Gi")) * GIB
     assert tier_bytes(config, limit, machine) == 72 * GIB
-
-
-def test_helm_keeps_the_configuration_in_one_argument(model_spec: dict[str, Any]) -> None:
-    """Folded lines of YAML are one line for JSON, and the chart quotes each argument."""
-    option, text = model_spec["vllmConfig"]["extraArgs"]
-    assert (option, "\n" in text) == ("--kv-transfer-config", False)
-    assert json.loads(text)["kv_connector_module_path"] == "simple_offload"
 
 
 # llm-d's overlay

@@ -5,41 +5,39 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from examples.bench.command import BAD_RESULT, RUN_FAILED
-from examples.bench.traces import read_trace
+from examples.bench.command import BAD_RESULT, CANNOT_START, RUN_FAILED
+from examples.bench.connectors import OURS, Contender
+from examples.bench.traces import read_trace, sessions_in_order
 from examples.scheduler_bench import __main__ as command
-from examples.scheduler_bench import report
 from examples.scheduler_bench.agents import run_agents
-from examples.scheduler_bench.contenders import CONTENDERS, Contender, HostMemory, OurSide
+from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
+from examples.scheduler_bench.contenders import Transfer
 from examples.scheduler_bench.costs import Serving
-from examples.scheduler_bench.engine import Engine, Hit, Shape, Wait
+from examples.scheduler_bench.engine import Bus, Engine, Hit, Shape, Wait
 from examples.scheduler_bench.footprint import measure_footprint
 from examples.scheduler_bench.hybrids import MODELS
 from examples.scheduler_bench.plan import (
+    CONTENDERS,
     QUICK,
     AgentPlan,
     ChatPlan,
     FootprintPlan,
     Mix,
-    Part,
     Plan,
+    TracePlan,
 )
 from examples.scheduler_bench.planned import plan_models
 from examples.scheduler_bench.replay import replay
-from examples.scheduler_bench.results import (
-    POOL,
-    Footprint,
-    Kind,
-    Outcome,
-    Play,
-    Results,
-    Row,
-)
+from examples.scheduler_bench.results import POOL, Footprint, Outcome, Play, Results, Row
+from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.replicas import Replicas
+from simple_offload.sizing.traces import Request, Trace
+from tests.examples.sessions import save_sessions
 
 CHAT = ChatPlan(4, 2, 3, 32, (100, 200), device_tokens=1024, host_factors=(2.0,))
 TINY = replace(
@@ -47,17 +45,6 @@ TINY = replace(
     cost=replace(QUICK.cost, running=(1, 3), lengths=(64, 256)),
     chat=CHAT,
 )
-
-
-class Faulty(OurSide):
-    """A connector whose scheduler side has another member."""
-
-    def __init__(self, name: str, member: object) -> None:
-        self._name, self._member = name, member
-
-    def open(self, connector: Any, memory: HostMemory) -> None:
-        super().open(connector, memory)
-        setattr(connector.scheduler, self._name, self._member)
 
 
 def numbers_of(output: Path) -> Any:
@@ -70,7 +57,7 @@ def numbers_of(output: Path) -> Any:
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["ours", "builtin", "builtin-lazy"]
     contenders = [CONTENDERS[name] for name in names]
-    assert command.run(TINY, contenders, {Part.COST, Part.CHAT}, tmp_path) == 0
+    assert command.run(TINY, contenders, {"cost", "chat"}, tmp_path) == 0
     captured = capsys.readouterr()
     assert "decode, 3 running" in captured.err
     assert "host 2 x device, one-offs" in captured.out
@@ -108,18 +95,19 @@ def test_a_measurement_lasts_as_long_as_the_longest_answer(
     answer_tokens: int, num_steps: int
 ) -> None:
     """With fewer steps, the fastest repeat would be one in which no request starts or ends."""
-    rig = Serving(CONTENDERS["ours"], Kind.SERVING, Mix(64, answer_tokens), TINY.cost, 3)
+    rig = Serving(OURS, "serving", Mix(64, answer_tokens), TINY.cost, 3)
     before = rig.engine.num_steps
     rig.measure()
     assert rig.engine.num_steps - before == num_steps
 
 
 def test_a_connector_that_never_hits_is_found_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deaf = Faulty("get_num_new_matched_tokens", lambda request, computed: (0, False))
+    deaf = Mock(return_value=(0, False))
+    monkeypatch.setattr(SimpleCPUOffloadConnector, "get_num_new_matched_tokens", deaf)
     plan = replace(TINY, cost=replace(TINY.cost, running=(), lengths=(64,)))
-    assert command.run(plan, [Contender("ours", deaf)], {Part.COST}, tmp_path) == BAD_RESULT
+    assert command.run(plan, [OURS], {"cost"}, tmp_path) == BAD_RESULT
     printed = " ".join(capsys.readouterr().out.split())
     problems = numbers_of(tmp_path)["problems"]
     assert problems["ours, one prompt of 64 tokens"] == "96 tokens were not loaded"
@@ -127,75 +115,89 @@ def test_a_connector_that_never_hits_is_found_out(
 
 
 def test_one_that_fails_or_is_refused_is_out_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = Contender("odd", OurSide(), {"copy_path": "odd"})
-    broken = Contender("broken", Faulty("update_connector_output", "lost"))
+    refused = replace(CONTENDERS["ours-128"], extra={"copy_path": "odd"})
+    broken = Mock(side_effect=TypeError("lost"))
+    monkeypatch.setattr(SimpleCPUOffloadConnector, "update_connector_output", broken)
     plan = replace(TINY, cost=replace(TINY.cost, running=()))
-    contenders = [refused, broken, CONTENDERS["ours"]]
-    assert command.run(plan, contenders, {Part.COST}, tmp_path) == RUN_FAILED
+    contenders = [refused, OURS, CONTENDERS["builtin"]]
+    assert command.run(plan, contenders, {"cost"}, tmp_path) == RUN_FAILED
     printed = capsys.readouterr().out
-    assert "Left out: odd: kv_connector_extra_config: copy_path" in printed
-    assert "broken failed: one prompt of 64 tokens: TypeError: 'str' object" in printed
+    assert "Left out: ours-128: kv_connector_extra_config: copy_path" in printed
+    assert "ours failed: one prompt of 64 tokens: TypeError: lost" in printed
     names = {name for row in numbers_of(tmp_path)["rows"] for name in row["cells"]}
-    assert names == {"ours", POOL}
+    assert names == {"builtin", POOL}
 
 
 def save_agents(folder: Path) -> Path:
-    """A trace of eight agents with 12 turns each."""
-    rows = [[60 * turn, 0, 64, 0, 1, 16 * turn, [[16 * turn, 16]]] for turn in range(12)]
-    sessions = [{"rows": [[row[0], agent, *row[2:]] for row in rows]} for agent in range(8)]
-    trace = folder / "agents.json"
-    trace.write_text(json.dumps({"block_size": 64, "traces": sessions}))
-    return trace
+    """Eight agents with 12 turns each."""
+    sizes = {"sessions": 8, "first_ids": 16, "more_ids": 16, "requests": 12, "answer_tokens": 64}
+    return save_sessions(folder, **sizes, every=60.0)
 
 
 def test_other_agents_come_and_the_last_count(tmp_path: Path) -> None:
     trace = read_trace(save_agents(tmp_path))
     plan = replace(TINY.traces, agents=2, working_sets=3, requests=10, warm_up=0.0)
-    outcome = replay(CONTENDERS["ours"], trace, plan, (0.5, 0.5), seed=0)
+    outcome = replay(OURS, trace, plan, (0.5, 0.5), seed=0)
     [first], [later] = outcome.first_turns, outcome.later_turns
     assert (len(first), len(later)) == (2, 8)
     assert outcome.unstored == outcome.evicted == 0
 
 
-def test_sizes_of_host_memory_are_predicted_and_replayed(
+def test_a_trace_is_replayed_with_sizes_of_host_memory_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four of the agents are at work, more than the caches hold, unless the host has four times the
     memory."""
-    trace = save_agents(tmp_path)
-    traces = replace(
-        TINY.traces, files=(trace,), memories=((0.015, 0.01),), agents=4, requests=60, warm_up=0.2
-    )
-    plan = replace(TINY, traces=traces, seeds=1)
-    contenders = [CONTENDERS[name] for name in ("ours", "builtin")]
-    assert command.run(plan, contenders, {Part.SIZES}, tmp_path) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "agents, 0.015M / 0.01M tokens 0.5 x" in printed
-    [run] = numbers_of(tmp_path)["sizes"]["agents, 0.015M / 0.01M tokens"]
+    options = "--parts traces,sizes --memory 0.015/0.01 --agents 4 --requests 60 --seeds 1 "
+    options += "--step-ms 60 --max-pause 290 --contenders ours,builtin"
+    trace = str(save_agents(tmp_path))
+    arguments = ["--traces", trace, "--output", str(tmp_path), *options.split()]
+    assert command.main(arguments) == 0
+    name = "agents, 0.015M / 0.01M tokens"
+    assert f"{name} 0.5 x" in " ".join(capsys.readouterr().out.split())
+    numbers = numbers_of(tmp_path)
+    plan = numbers["plan"]["traces"]
+    assert (plan["step_ms"], plan["max_pause"], plan["requests"]) == (60, 290, 60)
+    (play,) = numbers["plays"]
+    assert play["name"] == name
+    assert len({each["prompt"] for each in play["contenders"].values()}) == 1, "asked the same"
+    assert [*play["contenders"]] == ["ours", "builtin"]
+    [run] = numbers["sizes"][name]
     assert [*run] == ["0.5", "1.0", "2.0", "4.0"]
     assert run["1.0"]["in_loop"] == run["1.0"]["replayed"] < run["4.0"]["replayed"]
     assert run["1.0"]["predicted"] == pytest.approx(run["1.0"]["replayed"], abs=0.03)
     assert run["4.0"]["lru"] == pytest.approx(run["4.0"]["replayed"], abs=0.03)
     # Answers that come earlier change the order, and what is predicted from it.
-    assert run["2.0"]["of_order"] < run["2.0"]["predicted"]
+    assert run["2.0"]["of_order"] != run["2.0"]["predicted"]
     assert run["4.0"]["of_order"] == pytest.approx(run["4.0"]["in_loop"], abs=0.03)
 
 
-def test_too_little_memory_is_refused_beforehand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "trace", "message"),
+    [
+        ("--parts footprint", None, "A tier of 4000000 blocks may take 3.5 GiB of memory; 3.0 are"),
+        ("--traces {trace}", {"id_tokens": 16}, "ids of 16 tokens. Allowed: a multiple of 32"),
+        ("--traces {trace}", {"sessions": 0}, "agents.json has no requests"),
+    ],
+)
+def test_what_cannot_run_is_refused_beforehand(
+    options: str,
+    trace: dict[str, int] | None,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = ["--parts", "footprint", "--out", str(tmp_path)]
+    path = save_sessions(tmp_path, **trace) if trace else None
     memory = SimpleNamespace(available=3 << 30)
     monkeypatch.setattr("examples.scheduler_bench.__main__.psutil.virtual_memory", lambda: memory)
-    assert command.main(arguments) == 2
-    message = "A tier of 4000000 blocks may take 3.5 GiB of memory; 3.0 are available. --quick"
+    arguments = [*options.format(trace=path).split(), "--output", str(tmp_path)]
+    if trace:
+        arguments.append("--quick")
+    assert command.main(arguments) == CANNOT_START
     assert message in capsys.readouterr().err
-
-
-def test_offered_names_are_the_contenders() -> None:
-    assert tuple(CONTENDERS) == command.NAMES
 
 
 # The parts
@@ -233,7 +235,7 @@ def test_engine_counts_hits_blocks_steps_and_waits(name: str) -> None:
 
 def test_who_gets_blocks_first_is_counted() -> None:
     """The first request is told to ask again, three times."""
-    engine = Engine(CONTENDERS["ours"], SHAPE)
+    engine = Engine(OURS, SHAPE)
     lookup, again = engine.connector.get_num_new_matched_tokens, ["0", "0", "0"]
 
     def ask(request: Any, computed: int) -> Any:
@@ -269,12 +271,118 @@ def test_footprint(name: str, num_sub_blocks: int) -> None:
         assert 32 <= found.bytes_per_filled_block * num_sub_blocks <= 1000
 
 
+# Traces
+
+
+def test_sessions_come_in_an_order_of_the_seed(tmp_path: Path) -> None:
+    trace = read_trace(save_sessions(tmp_path))
+    orders = [sessions_in_order(trace, seed) for seed in range(8)]
+    assert all(sorted(map(tuple, order)) == sorted(map(tuple, trace.sessions)) for order in orders)
+    assert orders == [sessions_in_order(trace, seed) for seed in range(8)]
+    assert any(order != trace.sessions for order in orders)
+    alone = Trace("talks", 512, [[session[0]] for session in trace.sessions])
+    assert sessions_in_order(alone, 0) == alone.sessions
+
+
+# Bounds
+
+
+def accesses(*prompts: str) -> list[Access]:
+    return [Access([letter.encode() for letter in prompt], 0) for prompt in prompts]
+
+
+def test_bounds() -> None:
+    cycle = accesses(*"abcd" * 3)
+    assert [lru_hits(cycle, size, first=4) for size in (3, 4)] == [0, 8]
+    # Of each cycle of four, three can stay.
+    assert [optimal_hits(cycle, size, first=4) for size in (3, 4)] == [6, 8]
+    # A tail leaves before its head.
+    prompts = accesses("abc", "x", "abc")
+    assert lru_hits(prompts, 3, first=2) == optimal_hits(prompts, 2, first=2) == 2
+    assert lru_hits([prompts[0], Access([b"x"], 1), prompts[2]], 3, first=2) == 1
+
+
+# Replay
+
+
+def test_copies_of_one_direction_follow_each_other() -> None:
+    bus = Bus(delay=2, blocks_per_second=10)
+    load, small, store = Transfer(1, True, 35), Transfer(2, True, 1), Transfer(1, False, 5)
+    bus.submit([load, small, store], step=1, now=1.0)
+    ended = {step: bus.drain_ended(step, now=float(step)) for step in range(1, 7)}
+    assert ended == {1: [], 2: [], 3: [store], 4: [], 5: [load, small], 6: []}
+    assert bus.idle
+
+
+TALKS = TracePlan(agents=2, requests=8, warm_up=0.5, scale=4, max_pause=1, bus_tokens=100_000)
+
+
+def talk(first_id: int) -> list[Request]:
+    """Four requests, each a block longer than the one before."""
+    return [
+        Request(0.0, 0.5, tuple(range(first_id, first_id + num_blocks)), 64 * num_blocks, 4)
+        for num_blocks in range(4, 8)
+    ]
+
+
+TRACE = Trace("talks", 64, [talk(0), talk(100)])
+
+
+STORES_NOTHING = replace(OURS, extra={"store_threshold": 9})
+BUILTIN, LAZY, OFFLOADING = (CONTENDERS[name] for name in ("builtin", "builtin-lazy", "offloading"))
+
+
+def play(contender: Contender, device: int, host: int, **changes: Any) -> Outcome:
+    """Replay ``TRACE`` with memory for these numbers of blocks."""
+    memory = (64 * device / 1e6, 64 * host / 1e6)
+    return replay(contender, TRACE, replace(TALKS, **changes), memory, seed=0)
+
+
+@pytest.mark.parametrize(
+    "contender", [STORES_NOTHING, OURS, BUILTIN, LAZY, OFFLOADING], ids=lambda each: each.name
+)
+def test_the_counts_of_a_replay(contender: Contender) -> None:
+    """Of each prompt after the first, all but one block were computed before."""
+    reusable = 16 * 2 * (5 + 6)
+    large, small = play(contender, 40, 160), play(contender, 12, 160)
+    for count in (large, small):
+        assert count.prompt == 16 * 2 * (6 + 7)
+        assert count.found + count.unstored + count.evicted == reusable
+        assert count.lru == count.optimal == reusable
+    assert (large.device, large.host) == (reusable, 0)
+    if contender is STORES_NOTHING:
+        assert small.unstored > 0
+        assert small.host == small.stored == 0
+    else:
+        assert small.host > 0
+        assert small.unstored == small.evicted == 0
+
+
+def test_a_small_tier_loses_hits_itself() -> None:
+    count, roomy = play(BUILTIN, 12, 8), play(BUILTIN, 12, 80)
+    assert count.evicted > roomy.evicted == 0
+
+
+def test_a_step_takes_time_for_each_token_that_it_computes() -> None:
+    slow, fast = (
+        play(OURS, 12, 160, step_ms=1, tokens_per_second=speed) for speed in (10, 1_000_000)
+    )
+    num_tokens = 16 * TALKS.scale  # of one block, at least
+    assert slow.seconds > fast.seconds + num_tokens / 10
+
+
+def test_requests_come_at_the_times_of_the_trace() -> None:
+    turns = [turn._replace(at=at) for at, turn in enumerate(talk(0))]
+    trace = Trace("requests", 64, [[turn] for turn in turns])
+    plan = replace(TALKS, warm_up=0.0)
+    count = replay(OURS, trace, plan, (0.01, 0.01), seed=0)
+    assert (count.prompt, count.device) == (16 * (4 + 5 + 6 + 7), 16 * (4 + 5 + 6))
+
+
 # Hybrid models
 
 
-AGENTS = AgentPlan(
-    agents=3, turns=18, least_longest=20_000, answer_tokens=(5, 10), device_part=0.4, seeds=2
-)
+AGENTS = AgentPlan(agents=3, turns=18, least_longest=20_000, answer_tokens=(5, 10), device_part=0.4)
 
 
 def test_models_are_planned_as_published() -> None:
@@ -298,9 +406,11 @@ def test_models_are_planned_as_published() -> None:
 
 def test_agents_of_a_hybrid_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Kimi-K3: 8 ranks share a copy of the latents. Each has states of its own."""
-    plan = replace(TINY, models=(replace(MODELS["kimi-k3"], host_gib=(8,)),), agents=AGENTS)
+    plan = replace(
+        TINY, models=(replace(MODELS["kimi-k3"], host_gib=(8,)),), agents=AGENTS, seeds=2
+    )
     contenders = [CONTENDERS[name] for name in ("ours", "ours-unlimited", "builtin", "offloading")]
-    parts = {Part.BYTES, Part.MODELS}
+    parts = {"bytes", "models"}
     assert command.run(plan, contenders, parts, tmp_path) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Kimi-K3 on 8, 8 GiB" in printed
@@ -339,17 +449,7 @@ def test_an_agent_waits_for_its_answers() -> None:
 # The report
 
 
-def results() -> Results:
-    found = Results(Plan(), {"processor": "one", "vllm": "0.32.0", "date": "2026-11-21"})
-    found.rows = [
-        Row(Kind.DECODE, 256, {"ours": 0.002, "builtin": 0.008}),
-        Row(Kind.LOADED, 131_072, {"ours": 0.004, "builtin": 0.008, POOL: 0.002}),
-    ]
-    found.footprints = {
-        "ours": Footprint(4_000_000, 2, 100, 250),
-        "ours-128": Footprint(4_000_000, 1, 12, 30),
-        "builtin": Footprint(4_000_000, 4, 200, None),
-    }
+def test_tables() -> None:
     counts: dict[str, Any] = dict.fromkeys(Outcome.__dataclass_fields__, 0)
     counts |= {"prompt": 100, "device": 10, "seconds": 4.5, "later_turns": ((),)}
     runs = (Wait(0, 1, 3, 4, 2), Wait(0, 1, 1, 2)), (Wait(10, 10, 10, 16, 1),)
@@ -358,23 +458,27 @@ def results() -> Results:
         for host, run in zip((30, 50), runs, strict=True)
     ]
     with_bounds = [replace(outcomes[0], unstored=7, evicted=3, lru=60, optimal=80)]
-    found.plays = [Play("chat", {"ours": outcomes, "builtin": with_bounds})]
-    return found
-
-
-def test_tables() -> None:
+    found = Results(
+        plan=Plan(),
+        machine={},
+        rows=[Row("loaded", 131_072, {"ours": 0.004, "builtin": 0.008, POOL: 0.002})],
+        footprints={
+            "ours-128": Footprint(4_000_000, 1, 12, 30),
+            "builtin": Footprint(4_000_000, 4, 200, None),
+        },
+        plays=[Play("chat", {"ours": outcomes, "builtin": with_bounds})],
+        bytes={"small": {"ours": 1500.0, "least": 1000.0}},
+    )
     console = Console(width=160, color_system=None)
-    found = results()
     with console.capture() as capture:
-        console.print(report.cost_table(found), report.footprint_table(found))
-        console.print(report.found_table(found.plays), report.wait_table(found.plays))
+        console.print(*found.tables())
     lines = [" ".join(line.split()) for line in capture.get().splitlines()]
-    assert "decode 256 2.000 0.25 8.000 - -" in lines
-    assert "loaded 131,072 4.000 0.50 8.000 2.000 0.25" in lines
-    assert "ours 4,000,000 2.00 0.50 100 0.50 250 -" in lines
-    assert "ours-128 4,000,000 1.00 0.25 12 0.06 30 -" in lines
+    assert "loaded 131,072 4.000 (0.50x) 8.000 2.000 (0.25x)" in lines
+    assert "ours-128 4,000,000 1.00 (0.25x) 12 (0.06x) 30" in lines
+    assert "builtin 4,000,000 4.00 200 -" in lines
     assert "ours 10.0 40.0 50.0 40.0 - 60.0 - - - - 0.0 0" in lines
     assert "builtin 10.0 30.0 40.0 40.0 - 40.0 7.0 3.0 60.0 80.0 0.0 0" in lines
     waits = "3 4,000 3,000 - 6,000 4,000 6,000 6,000 4,000 - 6,000 667 667 2,667 2 3 9.0"
     assert f"ours first {waits}" in lines
+    assert "small 1,500 (1.50x) 1,000" in lines
     assert "…" not in "\n".join(lines)

@@ -44,8 +44,7 @@ from examples.serve_bench.results import (
     workload_tables,
 )
 from examples.serve_bench.workloads import plays
-from tests.examples.fake_server import COMMAND
-from tests.examples.processes import assert_gone
+from tests.examples.fake_server import COMMAND, assert_gone
 from tests.examples.sessions import save_sessions
 
 WARM_UP = 3
@@ -82,8 +81,8 @@ def tiny_plan(**changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def bench(output: Path, *names: str, port: int | None = None, **changes: Any) -> Bench:
-    return Bench(tiny_plan(**changes), [CONTENDERS[name] for name in names], output, port=port)
+def bench(output: Path, *names: str, **changes: Any) -> Bench:
+    return Bench(tiny_plan(**changes), [CONTENDERS[name] for name in names], output)
 
 
 def code_of(one: Bench) -> int:
@@ -112,6 +111,13 @@ def most_at_once(replies: Sequence[Mapping[str, Any]]) -> int:
     return max(sum(begin <= start < end for begin, end in spans) for start, _ in spans)
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Servers are fakes. FAKE_SERVER in the environment has their faults."""
+    monkeypatch.setattr("examples.serving.COMMAND", COMMAND)
+    return monkeypatch
+
+
 # Whole runs
 
 
@@ -129,7 +135,6 @@ def test_every_contender_does_all_the_work(
 
     result = result_of(output)
     assert result["problems"] == []
-    assert result["machine"]["commit"]
     names = [*workloads[:-1], "traces, 2 agents", "traces, 4 agents"]
     asked = []
     for contender, run in result["runs"].items():
@@ -150,41 +155,22 @@ def test_every_contender_does_all_the_work(
             if each["workload"] == "turns":
                 assert len(replies) == TURNS
                 assert most_at_once(replies) <= one.plan.clients
-            if each["workload"] != "traces, 4 agents":
-                continue
-            by_agent = [
-                [reply for reply in replies if reply["id"].startswith(f"agent {agent},")]
-                for agent in range(4)
-            ]
-            assert all(most_at_once(mine) == 1 for mine in by_agent), "a closed loop"
-            # Of four requests each, the first is not measured.
-            lengths = [16 * ids + 1 for ids in (8, 10, 12, 14)]
-            for mine in by_agent:
-                assert [reply["prompt_tokens"] for reply in mine] == lengths[1:]
-            new = 4 * (16 * 14 + 4)
-            assert numbers["device_multiple"] == new / 512
-            assert numbers["endless_share"] == (new - 4 * lengths[0]) / (4 * sum(lengths[1:]))
+            if each["workload"] == "traces, 4 agents":
+                require_closed_loops(numbers, replies)
         # The fake's answers follow from the prompts.
         asked.append(
-            [sorted((reply["id"], reply["answer"]) for reply in each["replies"]) for each in run]
+            [{(reply["id"], reply["answer"]) for reply in each["replies"]} for each in run]
         )
     assert asked[0] == asked[1], "all contenders get the same prompts"
     answers = [{answer for _, answer in each} for each in asked[0]]
-    turns, agents = names.index("turns"), len(names) - 1
-    for one_set, other_set in (
-        (answers[turns], answers[turns + len(names)]),
-        (answers[agents], answers[agents + len(names)]),
-        (answers[agents], answers[agents - 1]),
-    ):
+    turns, agents, later = names.index("turns"), len(names) - 1, len(names)
+    for place, other in ((turns, turns + later), (agents, agents + later), (agents, agents - 1)):
         # Two sums of tokens may be the same by chance.
-        assert len(one_set & other_set) < 4, "repeats and numbers of agents have other prompts"
+        same = answers[place] & answers[other]
+        assert len(same) < 4, "repeats and numbers of agents have other prompts"
 
     ours = result["summaries"]["ours"]
-    assert list(ours) == names
     assert list(ours["turns"]["ttft"]) == ["all", "later turns", "turn 1", "turn 2", "turn 3"]
-    assert list(ours["ttft"]["ttft"]) == [
-        *("cold", "hit in the host tier", "hit on the device", "all at once")
-    ]
     lines = squeezed(captured.out)
     assert "turns: TTFT, ms. Medians of 2, and ratios to none" in lines
     assert f"requests {TURNS} {TURNS}" in lines
@@ -196,53 +182,52 @@ def test_every_contender_does_all_the_work(
     assert_gone(servers(output))
 
 
+def require_closed_loops(numbers: Mapping[str, float], replies: Sequence[dict[str, Any]]) -> None:
+    """Of four agents. Each has four requests, of which the first is not measured."""
+    lengths = [16 * ids + 1 for ids in (8, 10, 12, 14)]
+    for agent in range(4):
+        mine = [reply for reply in replies if reply["id"].startswith(f"agent {agent},")]
+        assert most_at_once(mine) == 1
+        assert [reply["prompt_tokens"] for reply in mine] == lengths[1:]
+    new = 4 * (16 * 14 + 4)
+    assert numbers["device_multiple"] == new / 512
+    assert numbers["endless_share"] == (new - 4 * lengths[0]) / (4 * sum(lengths[1:]))
+
+
 @pytest.mark.parametrize(
-    ("faults", "complaint"),
+    ("faults", "code", "complaint"),
     [
-        ({"refuse_at": WARM_UP + 1}, "lost a request: conversation 'CONV_ID_"),
-        ({"short_at": WARM_UP + 5}, "3 of 4 tokens"),
+        ({"refuse_at": WARM_UP + 1}, BAD_RESULT, "lost a request: conversation 'CONV_ID_"),
+        ({"short_at": WARM_UP + 5}, BAD_RESULT, "3 of 4 tokens"),
+        ({"exit_at_start": 5}, RUN_FAILED, "exit code 5"),
+        ({"refuse_at": 0}, RUN_FAILED, "The server answers nothing"),
+        ({"die_at": WARM_UP + 6, "child": True}, RUN_FAILED, "killed by signal 9"),
     ],
 )
-def test_problems_that_invalidate_a_run(
+def test_a_fault_costs_its_own_results_only(
     faults: Mapping[str, Any],
+    code: int,
     complaint: str,
     fake: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake.setenv("FAKE_SERVER", json.dumps(faults))
-    assert code_of(bench(tmp_path, "none", "ours")) == BAD_RESULT
-    assert complaint in capsys.readouterr().out
-    assert any(complaint in each for each in result_of(tmp_path)["problems"])
-
-
-@pytest.mark.parametrize(
-    ("faults", "complaint"),
-    [
-        ({"exit_at_start": 5}, "exit code 5"),
-        ({"refuse_at": 0}, "The server answers nothing"),
-        ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
-    ],
-)
-def test_a_server_that_fails_costs_its_own_results_only(
-    faults: Mapping[str, Any],
-    complaint: str,
-    fake: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fake.setenv("FAKE_SERVER", json.dumps(faults))
-    assert code_of(bench(tmp_path, "none", "ours")) == RUN_FAILED
+    assert code_of(bench(tmp_path, "none", "ours")) == code
     printed = capsys.readouterr()
-    assert complaint in printed.err
-    assert f"The end of {tmp_path / 'ours-1.log'}:" in printed.err
-    assert ("there is no such model" in printed.err) == ("exit_at_start" in faults)
+    result = result_of(tmp_path)
+    if code == RUN_FAILED:
+        assert complaint in printed.err
+        assert f"The end of {tmp_path / 'ours-1.log'}:" in printed.err
+        assert ("there is no such model" in printed.err) == ("exit_at_start" in faults)
+        assert result["problems"] == ["ours, turns: 0 of 1 measurements"]
+    else:
+        assert complaint in printed.out
+        assert any(complaint in each for each in result["problems"])
     assert "turns: TTFT, ms" in printed.out
     assert_gone(servers(tmp_path))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
-    result = result_of(tmp_path)
     assert len(result["runs"]["none"][0]["replies"]) == TURNS, "finished results are kept"
-    assert result["problems"] == ["ours, turns: 0 of 1 measurements"]
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -368,30 +353,26 @@ def test_with_vllm(
         repeats=2,
         traces=str(save_sessions(folder, sessions=4)),
         agents=(4,),
+        files=str(files),
     )
-    contenders = [CONTENDERS[name] for name in names]
-    code = code_of(Bench(plan, contenders, tmp_path, files=files))
+    code = code_of(Bench(plan, [CONTENDERS[name] for name in names], tmp_path))
     captured = capsys.readouterr()
     assert code == 0, captured
     assert f"Files in {files}: " in captured.out
     assert not list(files.iterdir())
-    result = result_of(tmp_path)
-    assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
     # All but a prompt's last block, which has a token that must be computed.
     whole = plan.prompt_tokens - plan.block_size
-    for name, run in result["runs"].items():
+    for name, run in result_of(tmp_path)["runs"].items():
         again = ["restart", "turns, restarted"] if CONTENDERS[name].has_files else []
-        wanted = [*plays(plan), *again]
-        assert sorted(each["workload"] for each in run) == sorted(2 * wanted)
+        workloads = sorted(each["workload"] for each in run)
+        assert workloads == sorted(2 * [*plays(plan), *again])
         for each in run:
             numbers, replies = each["numbers"], each["replies"]
             cached = [(reply["kind"], reply["cached_tokens"]) for reply in replies]
             if each["workload"] == "ttft":
-                hit = 0 if name == "none" else whole
-                assert {each for each in cached if each[0].startswith("hit")} == {
-                    ("hit on the device", whole),
-                    ("hit in the host tier", hit),
-                }
+                hits = {("hit on the device", whole)}
+                hits.add(("hit in the host tier", 0 if name == "none" else whole))
+                assert {each for each in cached if each[0].startswith("hit")} == hits
                 assert len({reply["answer"] for reply in replies}) == plan.num_hits
             if each["workload"] == "turns" and name != "none":
                 assert numbers["loaded_bytes"] > 0
@@ -425,34 +406,6 @@ def measured(workload: str = "ttft", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_contenders_take_turns_and_each_repeat_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit code and the output tell of problems, as the numbers do."""
-    order: list[str] = []
-
-    def play(arguments: list[str], _environment: Any, log: Path, on_event: Any) -> None:
-        order.append(log.stem)
-        for repeat in range(json.loads(arguments[-1])["plan"]["repeats"]):
-            one = measured(repeat=repeat, numbers={"requests": 3})
-            del one["round"], one["start_seconds"]
-            on_event({"measured": one})
-            runs = result_of(tmp_path)["runs"]
-            assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
-
-    monkeypatch.setattr(LISTEN, play)
-    plan = tiny_plan(transport="engine", workloads=("ttft",), rounds=2, repeats=2)
-    one = Bench(plan, [NONE, OURS], tmp_path)
-    assert code_of(one) == BAD_RESULT
-    assert order == ["none-1", "ours-1", "none-2", "ours-2"]
-    done = [(each["round"], each["repeat"]) for each in one.runs["ours"]]
-    assert done == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    found = result_of(tmp_path)["problems"]
-    assert len(found) == 4
-    printed = capsys.readouterr().out
-    assert all(problem in printed for problem in found)
-
-
 def test_an_engine_with_files_is_started_again_over_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -477,9 +430,8 @@ def test_an_engine_with_files_is_started_again_over_them(
             on_event({"measured": measured(name, numbers=numbers)})
 
     monkeypatch.setattr(LISTEN, play)
-    contenders = [OURS, CONTENDERS["ours-files"], CONTENDERS["offloading-files"]]
-    plan = tiny_plan(transport="engine", workloads=("ttft", "turns", "restart"))
-    one = Bench(plan, contenders, tmp_path, files=files)
+    changes = {"transport": "engine", "workloads": ("ttft", "turns", "restart")}
+    one = bench(tmp_path, "ours", "ours-files", "offloading-files", files=str(files), **changes)
     assert code_of(one) == BAD_RESULT
     with_files = [
         f"{name}-files-1{again}" for name in ("ours", "offloading") for again in ("", "-again")
@@ -489,7 +441,9 @@ def test_an_engine_with_files_is_started_again_over_them(
         "offloading-files, restart, round 1, repeat 1: the connector got no hits"
     ]
     assert not list(files.iterdir())
-    missing = Bench(plan, [OURS], tmp_path, files=tmp_path / "missing")
+    turns_alone = replace(one.plan, workloads=("turns", "restart"))
+    assert list(plays(turns_alone, again=True)) == ["turns, restarted"]
+    missing = bench(tmp_path, "ours", files=str(tmp_path / "missing"), **changes)
     assert code_of(missing) == CANNOT_START
 
 
@@ -515,8 +469,8 @@ def test_another_commit_takes_the_place_of_the_package_alone(
     for package in ("simple_offload", "examples"):
         (source / package).mkdir(parents=True)
         (source / package / "__init__.py").write_text("__version__ = 'another'")
-    options = ["--transport", "engine", "--contenders", "none", "--output", str(output)]
-    one, _ = command.parse([*options, "--before", str(source)])
+    options = ["--transport", "engine", "--contenders", "none", "--rounds", "2"]
+    one, _ = command.parse([*options, "--before", str(source), "--output", str(output)])
     found: dict[str, Any] = {}
 
     def look(arguments: list[str], environment: dict[str, str], log: Path, _: Any) -> None:
@@ -528,10 +482,9 @@ def test_another_commit_takes_the_place_of_the_package_alone(
 
     monkeypatch.setattr(LISTEN, look)
     assert code_of(one) == BAD_RESULT
-    assert found == {
-        "none-1": (NONE, f"{simple_offload.__version__} {ROOT}\n"),
-        "before-1": (before(source), f"another {ROOT}\n"),
-    }
+    assert list(found) == ["none-1", "before-1", "none-2", "before-2"], "in turn"
+    assert found["none-1"] == (NONE, f"{simple_offload.__version__} {ROOT}\n")
+    assert found["before-1"] == (before(source), f"another {ROOT}\n")
 
 
 # The plan
@@ -542,18 +495,17 @@ def test_arguments_make_the_bench(tmp_path: Path) -> None:
         return command.parse([*options.split(), "--output", str(tmp_path)])[0]
 
     options = "--preset h200 --transport engine --workloads ttft,idle --contenders ours,builtin "
-    options += "--kv-heads 1 --host-gib 64 --eager --rounds 5 --repeats 2 --seed 7"
-    one = parsed(options)
+    one = parsed(options + "--kv-heads 1 --host-gib 64 --eager --rounds 5 --seed 7")
     assert H200.shape is not None
     assert one.plan == replace(
         H200,
         workloads=("ttft", "idle"),
         transport="engine",
+        kv_heads=1,
         shape=replace(H200.shape, num_kv_heads=1),
         host_bytes=64 << 30,
         graphs=False,
         rounds=5,
-        repeats=2,
         seed=7,
     )
     assert [each.name for each in one.contenders] == ["ours", "builtin"]
@@ -562,10 +514,9 @@ def test_arguments_make_the_bench(tmp_path: Path) -> None:
     long = parsed("--preset h200 --workloads ttft --prompt-tokens 100001").plan
     assert (long.prompt_tokens, long.num_hits) == (100_016, 4)
     assert long.device_tokens > 2 * (long.prompt_tokens + max(long.new_tokens))
-    compiled = '{"mode":0}'
-    options = f"--traces a.json --agents 8 4 8 --scale 32 --compilation-config {compiled}"
+    options = '--traces a.json --agents 8 4 --scale 32 --compilation-config {"mode":0}'
     agents = parsed(f"{options} --requests 50").plan
-    assert (agents.workloads, agents.agents, agents.seconds) == (("traces",), (4, 8), None)
+    assert (agents.workloads, agents.agents, agents.seconds) == (("traces",), (8, 4), None)
     assert agents.pause_scale == 32
     arguments = agents.engine_arguments(OURS)
     assert (arguments["compilation_config"], arguments["max_num_seqs"]) == ({"mode": 0}, 8)
@@ -614,14 +565,13 @@ def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None
         ({"scale": 3}, "scale: 3 does not divide the 64 tokens of an id"),
         ({"requests": 17}, "16 for 2 agents. Wanted: 17"),
         ({"agents": (5,), "requests": None}, "16 for 5 agents. Wanted: one or more for each"),
-        ({"traces": "/no/such"}, "--traces: /no/such cannot be read"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(save_sessions(tmp_path, sessions=4))
-    one = bench(tmp_path, "none", **{"workloads": ("traces",), "traces": trace} | changes)
+    one = bench(tmp_path, "none", workloads=("traces",), traces=trace, **changes)
     assert code_of(one) == CANNOT_START
     assert complaint in " ".join(capsys.readouterr().err.split())
 
@@ -687,8 +637,6 @@ def test_counters() -> None:
 
 
 NONE_RUN = [measured(numbers={"requests": 3})]
-
-
 OTHER = "'w7 w9', in none, ttft, round 1, repeat 1 'w7 w8'"
 
 
@@ -701,36 +649,38 @@ def other(cached: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ours", "changes", "found"),
     [
-        ([measured()], {}, []),
-        ([], {}, ["ours, ttft: 0 of 1 measurements"]),
-        ([measured(lost=["mix 3: gone"])], {}, ["{who}: lost a request: mix 3: gone"]),
-        ([measured(numbers={"requests": 3})], {}, ["{who}: the connector got no hits"]),
-        ([measured(numbers={"requests": 3})], {"fits": True}, []),
-        ([measured(numbers={"requests": 3, "device_multiple": 1.2})], {}, []),
+        ([measured()], {}, None),
+        ([], {}, "ours, ttft: 0 of 1 measurements"),
+        ([measured(lost=["mix 3: gone"])], {}, "{who}: lost a request: mix 3: gone"),
+        (NONE_RUN, {}, "{who}: the connector got no hits"),
+        (NONE_RUN, {"fits": True}, None),
+        ([measured(numbers={"requests": 3, "device_multiple": 1.2})], {}, None),
         (
-            [measured(numbers={"requests": 0, "external_hit_tokens": 1, "client_busy": 0.9})],
+            [measured(numbers={"requests": 0, "external_hit_tokens": 1})],
             {},
-            [
-                "{who}: nothing was asked after the agents' first requests",
-                "{who}: the client computed for 90% of the time, and measured itself",
-            ],
+            "{who}: nothing was asked after the agents' first requests",
+        ),
+        (
+            [measured(numbers={"requests": 3, "external_hit_tokens": 1, "client_busy": 0.9})],
+            {},
+            "{who}: the client computed for 90% of the time, and measured itself",
         ),
         (
             [other(0)],
             {},
-            [f"{{who}}: 1 of 1 answers differ: ttft 0 (0 cached tokens) got {OTHER}"],
+            f"{{who}}: 1 of 1 answers differ: ttft 0 (0 cached tokens) got {OTHER}",
         ),
         # Dummy weights decide ties by the number of cached tokens.
-        ([other(96)], {"shape": H200.shape}, []),
+        ([other(96)], {"shape": H200.shape}, None),
         # Each repeat has prompts of its own.
-        ([other(0) | {"repeat": 1}], {}, []),
+        ([other(0) | {"repeat": 1}], {}, None),
     ],
 )
 def test_problems(
-    ours: list[dict[str, Any]], changes: Mapping[str, Any], found: Sequence[str]
+    ours: list[dict[str, Any]], changes: Mapping[str, Any], found: str | None
 ) -> None:
     plan = tiny_plan(workloads=("ttft",), most_client_busy=0.8, **changes)
-    wanted = [each.replace("{who}", "ours, ttft, round 1, repeat 1") for each in found]
+    wanted = [found.replace("{who}", "ours, ttft, round 1, repeat 1")] if found else []
     assert problems({"none": NONE_RUN, "ours": ours}, plan, [NONE, OURS]) == wanted
     hits = {"requests": 3, "external_hit_tokens": 1}
     (phantom,) = problems({"none": [measured(numbers=hits)]}, plan, [NONE])

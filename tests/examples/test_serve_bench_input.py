@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.bench.command import CannotStart
 from examples.bench.models import QWEN3_14B, ModelShape, save_model
-from examples.serve_bench.conversations import InputError, make_conversations, to_messages
+from examples.serve_bench.conversations import make_conversations, to_messages
 from examples.serve_bench.plan import SEED, generated
 from examples.serve_bench.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
@@ -123,30 +124,21 @@ ASKED, ANSWERED = message("user", "a"), message("assistant", "b")
     ("data", "complaint"),
     [
         (with_setting("filetype", "other"), "filetype: Input should be 'generate_conversations'"),
-        (
-            with_setting("prompt_input.num_tokens.distribution", "normal"),
-            "any of the expected tags",
-        ),
-        (
-            with_setting("prompt_input.num_tokens.min", 161),
-            "uniform: Value error, min is above max",
-        ),
+        (with_setting("prompt_input.num_tokens.distribution", "normal"), "be 'constant', 'uni"),
+        (with_setting("prompt_input.num_tokens.min", 161), "uniform: low >= high"),
         (with_setting("prompt_input.num_tokens.min", True), "be a valid number, not True"),
-        (
-            with_setting("prompt_input.prefix_num_tokens.average", None),
-            "average, or mean and sigma",
-        ),
+        (with_setting("prompt_input.prefix_num_tokens.average", None), "needs mean and sigma"),
         ("text", "the file: Input should be a valid list, not text"),
         ([], "no conversations"),
-        ([recorded()], "conversation 'x': a message is empty, or there is no answer"),
-        ([recorded(ASKED, message("assistant", ""))], "a message is empty"),
+        ([recorded()], "'x' has an empty message or no answer"),
+        ([recorded(ASKED, message("assistant", ""))], "an empty message"),
         ([recorded(ASKED, ASKED)], "message 1: user and assistant take turns, the assistant is"),
         ([recorded(message("user", None))], "0.messages.0.content: Input should be a valid string"),
         ([recorded(ASKED, ANSWERED)] * 2, "a second conversation with id 'x'"),
     ],
 )
 def test_wrong_input(data: object, complaint: str) -> None:
-    with pytest.raises(InputError) as error:
+    with pytest.raises(CannotStart) as error:
         make_conversations(data, VOCABULARY, seed=0)
     assert complaint in str(error.value)
 

@@ -13,6 +13,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from random import Random
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
-from examples.scheduler_bench.contenders import Contender, OurSide
+from examples.bench.connectors import OURS
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE
+from examples.scheduler_bench.stopwatch import HOOKS
 
 
 class Work(NamedTuple):
@@ -106,20 +108,6 @@ def count_work(call: Callable[..., Any], *arguments: Any) -> Work:
     return counter.work
 
 
-_HOOKS = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-    "has_pending_push_work",
-    "has_pending_block_frees",
-    "get_kv_connector_stats",
-    "take_events",
-)
-"""The connector's hooks that vLLM's scheduler calls in its steps."""
-
-
 class Rig:
     """vLLM's scheduler with the connector, whose hooks are counted."""
 
@@ -136,17 +124,16 @@ class Rig:
         """``device``, ``tier``: blocks. ``delay``: as for ``Shape``. ``chunk``: blocks that a step
         computes, at most; few, so that the policy keeps few ahead of the device's eviction.
         ``extra``: the connector's configuration."""
-        contender = Contender("counted", OurSide(), extra)
         shape = Shape(  # with vLLM's null blocks
             device + 1, tier + 1, max_running, delay, chunk_tokens=chunk * BLOCK_SIZE
         )
-        self.engine = Engine(contender, shape)
+        self.engine = Engine(replace(OURS, extra=extra), shape)
         self.is_lazy = extra.get("lazy_offload") is not False
         self._counter = WorkCounter()
         self._random = Random(0)
         self._ids = count()
         connector = self.engine.connector
-        for name in _HOOKS:
+        for name in HOOKS:
             setattr(connector, name, partial(self._counter.count, getattr(connector, name)))
 
     def tokens(self, count: int) -> list[int]:
