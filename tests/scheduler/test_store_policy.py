@@ -207,6 +207,27 @@ def test_by_default_blocks_are_stored_while_the_tier_has_room(
     driver.run()
 
 
+@ASYNC
+@pytest.mark.parametrize(("num_tokens", "first"), [(9, 8), (97, 1)])
+def test_early_stores_come_in_every_eighth_step(
+    drive: MakeDriver, num_tokens: int, first: int, async_scheduling: bool
+) -> None:
+    """And in each step of a long prompt but the first. Steps of 32 tokens."""
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_model_len": 140}
+    driver = drive(**ROOMY | sizes, async_scheduling=async_scheduling)
+    steps = record_steps(driver)
+    driver.start("a", prompt(num_tokens), max_tokens=40)
+    driver.step_until(lambda: len(steps) == 20)
+    is_storing = [bool(step.stores) for step in steps if step.num_tokens]
+    assert is_storing.index(True) == first
+    before = len(steps)
+    for number in range(8):
+        driver.start(f"short {number}", prompt(5, 60 + number), max_tokens=20)
+        driver.step()
+    assert sum(bool(step.stores) for step in steps[before:]) == 1
+    driver.run()
+
+
 def test_what_the_tier_loses_is_stored_again(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     driver.fill(20, first=1)

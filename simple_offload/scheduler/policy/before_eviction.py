@@ -22,6 +22,10 @@ MAX_WITHHELD = 8
 """How often blocks are withheld from a request, which may then lack room. A store takes three steps
 (``FreeQueueScan``), and a load may need several stores."""
 
+_MAX_POSTPONED = 8
+"""Steps in a row for which early stores are postponed. One store of many blocks takes the scheduler
+and the worker about as long as one of few."""
+
 
 class BeforeEviction(StorePolicy):
     """For models with one chained KV cache group. Keeps the front of the device's free queue, which
@@ -48,6 +52,8 @@ class BeforeEviction(StorePolicy):
         """Requests with blocks recorded since they were last stored ahead of time."""
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
+        self._num_postponed = 0
+        """Steps for which early stores have been postponed by now."""
         self._num_withheld: dict[str, int] = {}
         """By request without blocks, how often some were withheld from it."""
 
@@ -92,11 +98,12 @@ class BeforeEviction(StorePolicy):
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
+        stores_early = self._stores_early and not self._postpone(scheduled, due)
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
-        if self._stores_early and self._tier.num_empty:
+        if stores_early and self._tier.num_empty:
             self._store_running(self._tier.num_empty)
-        self._scan.on_step(self._stores_early)
+        self._scan.on_step(stores_early)
         self._has_news = False
 
     def on_request_finished(self, request: Request, loading: bool) -> None:
@@ -163,6 +170,20 @@ class BeforeEviction(StorePolicy):
                 progress.num_ahead = 0
 
     # Storing
+
+    def _postpone(self, scheduled: SchedulerOutput, due: Sequence[str]) -> bool:
+        """Count the step. Returns whether it leaves early stores to later steps. A step without
+        tokens does not: no other may follow. Nor does one that goes on with the prompt of a request
+        that is ``due``: long prompts are stored as they are computed."""
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
+        can_wait = (
+            scheduled.total_num_scheduled_tokens > 0
+            and self._num_postponed < _MAX_POSTPONED
+            and begun.issuperset(prompts)
+        )
+        self._num_postponed = self._num_postponed + 1 if can_wait else 0
+        return can_wait
 
     def _store_running(self, budget: int) -> None:
         """Store up to ``budget`` recorded device blocks of running requests."""

@@ -69,6 +69,11 @@ class Progress:
         """The request's session, or one by itself."""
         return session_of(self.request)
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the step that is being scheduled computes tokens of its prompt."""
+        return self.request.num_computed_tokens < self.request.num_prompt_tokens
+
 
 class Completed(NamedTuple):
     """Blocks of a request that vLLM finds, all sub-blocks of whole host blocks."""
