@@ -231,6 +231,8 @@ class OffloadScheduler:
         """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
         their blocks stay pinned until then."""
         self._drop_stores()
+        # What the device still has, it will lose without a store.
+        self.tier.history.note(MissReason.RESET, list(block_pool.cached(self._device_pool)))
         self.tier.reset()
         self._second_tier.reset()
         return True

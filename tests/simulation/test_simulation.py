@@ -207,7 +207,9 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
         assert sum(report[source] for report in reports) > 0, source
 
 
-@pytest.mark.parametrize("seed", [51031, 110022, 1500073, 2300075, 2500123, 2900278, 6200111])
+@pytest.mark.parametrize(
+    "seed", [51031, 110022, 1500073, 2300075, 2500123, 2900278, 6200111, 8100146]
+)
 def test_seeds_that_failed(seed: int) -> None:
     """51031: a session's block was the last one with its contents before the step that computed it.
 
@@ -221,7 +223,9 @@ def test_seeds_that_failed(seed: int) -> None:
 
     2900278: a request that was preempted before its announced load had ended had a second one.
 
-    6200111: blocks of a private group took more room, and too many others stayed protected."""
+    6200111: blocks of a private group took more room, and too many others stayed protected.
+
+    8100146: a miss of contents that the device still had when the tier was reset was unseen."""
     play(seed)
 
 
