@@ -116,7 +116,7 @@ class ChatPlan:
     working_sets: int = 3
     """One after another through one engine. The last counts: both tiers are full."""
     device_tokens: int = 65_536
-    host_factors: tuple[float, ...] = (2.0, 5.0)
+    host_factors: tuple[float, ...] = (0.3, 2.0, 5.0)
     """Host memory over device memory."""
     turns_per_one_off: int = 4
     """Turns for each one-off prompt, which is as long as a first message, in the runs that have

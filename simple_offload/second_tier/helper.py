@@ -74,9 +74,12 @@ class Helper:
     # What it is to do
 
     def ask(self, method: Callable[[Seals, *Arguments], T], *arguments: *Arguments) -> "Future[T]":
-        """Have the process call a method of its ``Seals``."""
-        self._last_id += 1
+        """Have the process call a method of its ``Seals``. Cancelled if it has failed."""
         future: Future[T] = Future()
+        if self.error is not None:
+            future.cancel()
+            return future
+        self._last_id += 1
         self._unanswered[self._last_id] = self.clock(), future
         self._send((self._last_id, method.__name__, *arguments))
         return future

@@ -135,6 +135,8 @@ def test_another_process_takes_the_place_of_a_killed_one(
     helper.wait()
     assert seals.cancelled()
     assert helper.error is not None
+    assert helper.ask(Seals.count_whole, [1], [b"name"]).cancelled()
+    assert helper.waiting_since is None
     helper.tell(Directory.on_read, ["/no/such/file"])  # without effect
     helper.poll()
     helper.restart()
