@@ -1,8 +1,6 @@
 """``simple-offload watch``: follows a running server's /metrics."""
 
 import argparse
-import os
-import select
 import signal
 import sys
 import time
@@ -21,6 +19,7 @@ from simple_offload.cli.screen import View, lines, page
 NO_SERVER = 1
 _SHORTEST, _LONGEST = 0.1, 86_400.0
 _MINUTE, _HOUR = 60.0, 3600.0
+_ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,14 +66,17 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     ScrapeError if the first scrape fails. Later ones may, as while the server restarts."""
     views = follow(url, interval)
     view = next(views)
-    if not console.is_terminal or console.is_dumb_terminal:
-        while True:
-            print_text(console, "\n".join([*lines(view), ""]))
-            if once:
-                return
-            view = next(views)
-    if not once:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the cursor stays hidden
+    is_screen = console.is_terminal and not console.is_dumb_terminal
+    if once:
+        console.print(page(view)) if is_screen else print_text(console, _plain(view))
+        return
+    # They end the pause, and interrupt nothing else: the cursor must not stay hidden.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        if not is_screen:
+            while True:
+                print_text(console, _plain(view))
+                view = next(views)
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while True:
@@ -82,21 +84,18 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
                     view = next(views)
         finally:
             console.print(page(view))  # it stays when the screen of Live is gone
-    console.print(page(view))
-
-
-def _sleep_or_end(seconds: float) -> None:
-    """Return after ``seconds``, or at a signal. ``time.sleep`` misses one that comes right before:
-    Python has run no handler, and the sleep is not interrupted. Main thread only."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    try:
-        select.select([reader], [], [], seconds)
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _plain(view: View) -> str:
+    return "\n".join([*lines(view), ""])
+
+
+def _pause(seconds: float) -> None:
+    """Raises KeyboardInterrupt at a signal that ends the program, also one that came before."""
+    if signal.sigtimedwait(_ENDING, seconds) is not None:
+        raise KeyboardInterrupt
 
 
 def follow(
@@ -109,7 +108,7 @@ def follow(
     marks = deque([(taken, now)])  # at most one a minute
     while True:
         yield view
-        _sleep_or_end(interval)
+        _pause(interval)
         try:
             now = scrape(url)
         except ScrapeError as problem:

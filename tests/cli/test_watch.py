@@ -22,7 +22,7 @@ from vllm.config import KVTransferConfig
 
 from simple_offload.cli.main import main
 from simple_offload.cli.screen import View, lines, page
-from simple_offload.cli.watch import follow
+from simple_offload.cli.watch import follow, watch
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.metrics import OffloadStats
 from tests.conftest import MakeVllmConfig
@@ -436,3 +436,20 @@ def test_nobody_listens(server: Server, capsys: pytest.CaptureFixture[str]) -> N
     assert message in capsys.readouterr().err
     assert main(["watch", server.url.replace("/metrics", "/v1")]) == 1
     assert "/v1/metrics answers HTTP 404 Not Found" in capsys.readouterr().err
+
+
+def test_a_signal_while_a_page_is_written_ends_it_after_the_page(
+    server: Server, filled: Page
+) -> None:
+    server.text = filled.text()
+
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    written = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        watch(server.url, Console(file=written, width=100), 86_400.0, once=False)
+    assert "TTFT p99" in written.getvalue()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
