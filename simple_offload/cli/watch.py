@@ -66,30 +66,25 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     ScrapeError if the first scrape fails. Later ones may, as while the server restarts."""
     views = follow(url, interval)
     view = next(views)
-    is_screen = console.is_terminal and not console.is_dumb_terminal
+    if not console.is_terminal or console.is_dumb_terminal:
+        while True:
+            print_text(console, "\n".join([*lines(view), ""]))
+            if once:
+                return
+            view = next(views)
     if once:
-        console.print(page(view)) if is_screen else print_text(console, _plain(view))
+        console.print(page(view))
         return
     # They end the pause, and interrupt nothing else: the cursor must not stay hidden.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
-        if not is_screen:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                print_text(console, _plain(view))
+                live.update(page(view), refresh=True)
                 view = next(views)
-        try:
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                while True:
-                    live.update(page(view), refresh=True)
-                    view = next(views)
-        finally:
-            console.print(page(view))  # it stays when the screen of Live is gone
     finally:
+        console.print(page(view))  # it stays when the screen of Live is gone
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _plain(view: View) -> str:
-    return "\n".join([*lines(view), ""])
 
 
 def _pause(seconds: float) -> None:

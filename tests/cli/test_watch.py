@@ -439,8 +439,9 @@ def test_nobody_listens(server: Server, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_signal_while_a_page_is_written_ends_it_after_the_page(
-    server: Server, filled: Page
+    server: Server, filled: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
     server.text = filled.text()
 
     class Interrupted(io.StringIO):
@@ -449,7 +450,10 @@ def test_a_signal_while_a_page_is_written_ends_it_after_the_page(
             return super().write(text)
 
     written = Interrupted()
+    console = Console(file=written, width=100, force_terminal=True)
     with pytest.raises(KeyboardInterrupt):
-        watch(server.url, Console(file=written, width=100), 86_400.0, once=False)
-    assert "TTFT p99" in written.getvalue()
+        watch(server.url, console, 86_400.0, once=False)
+    on_screen, _, after = written.getvalue().partition("\x1b[?1049l")
+    assert "TTFT p99" in on_screen
+    assert "TTFT p99" in after
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
