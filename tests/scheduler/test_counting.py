@@ -61,21 +61,23 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int, is_announ
 
 
 def test_evictions(drive: MakeDriver) -> None:
-    """The device has room for two prompts, the tier for one. Two blocks are kept safe."""
-    driver, counted = make_driver(drive, num_device_blocks=8, num_host_blocks=4)
-    driver.serve("r", THREE)
+    """The device has room for two prompts, the tier for one. Three blocks are kept safe."""
+    driver, counted = make_driver(drive, num_device_blocks=26, num_host_blocks=13)
+    long = [prompt(12 * BLOCK_SIZE, family) for family in range(3)]
+    driver.serve("r", long[0])
     driver.empty_device_cache()
-    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
-    driver.serve("again", [*THREE, 1])
-    assert counted(metrics.EVICTED, "copy") == counted(metrics.EVICTED) == 2
-    driver.serve("t", prompt(3 * BLOCK_SIZE, family=2))
-    assert counted(metrics.EVICTED, "copy") == 3
-    assert counted(metrics.EVICTED, "lru") == 1
-    assert counted(metrics.EVICTED) == 4
-    assert counted(metrics.USED) == 3
+    driver.serve("s", long[1])
+    driver.serve("again", [*long[0], 1])
+    assert counted(metrics.EVICTED, "copy") == counted(metrics.EVICTED) == 3
+    driver.serve("t", long[2])
+    copies, others = counted(metrics.EVICTED, "copy"), counted(metrics.EVICTED, "lru")
+    assert copies > 3
+    assert others > 0
+    assert copies + others == counted(metrics.EVICTED) == counted(metrics.STORED) - 12
+    assert counted(metrics.USED) == 12
     driver.scheduler.reset_cache()
     driver.serve("u", [1])
-    assert counted(metrics.EVICTED, "reset") == 3
+    assert counted(metrics.EVICTED, "reset") == 12
     assert counted(metrics.USED) == 0
 
 

@@ -347,6 +347,15 @@ def test_a_duplicate_that_is_still_there_is_not_stored_again(
     assert driver.num_stored == driver.num_kept
 
 
+def test_a_small_tier_keeps_room_for_contents_that_the_device_has_lost(drive: MakeDriver) -> None:
+    """Before eviction, a quarter of it is enough for duplicates."""
+    driver = drive(**ROOMY | {"max_num_batched_tokens": 40, "num_host_blocks": 25})
+    driver.fill(40)
+    keys = [block.block_hash for block in driver.host_pool.blocks if block.block_hash]
+    assert len(keys) == 24
+    assert sum(on_device(driver, key) for key in keys) < 24 / 2
+
+
 # Loads that need more than is safe
 
 
@@ -399,6 +408,23 @@ def test_a_request_does_not_count_on_the_blocks_that_it_hits(drive: MakeDriver) 
     driver.fill(12, first=1)
     driver.serve("longer", [*prompt(60, family=90), *prompt(60, family=91)])
     assert num_lost(driver, *range(1, 13), 90) == counted(driver, metrics.DROPPED) == 0
+
+
+def test_no_request_waits_for_stores_of_blocks_that_another_has_just_left(
+    drive: MakeDriver,
+) -> None:
+    """The device's free queue is short, so blocks of running requests are stored too."""
+    driver = drive(**BIG | {"max_model_len": 180, "max_num_batched_tokens": 120})
+    running = driver.start("running", prompt(101), max_tokens=58)
+    waiting = driver.start("waiting", prompt(61, family=90))
+    while not running.is_finished():
+        assert not waiting.num_computed_tokens
+        driver.step()
+        driver.copy_all()
+    driver.step()
+    assert waiting.num_computed_tokens == 61
+    driver.run()
+    assert num_lost(driver, 90) == counted(driver, metrics.DROPPED) == 0
 
 
 def test_two_loads_in_a_step_do_not_count_on_the_same_safe_blocks(drive: MakeDriver) -> None:

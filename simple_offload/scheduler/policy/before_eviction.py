@@ -32,8 +32,10 @@ class BeforeEviction(StorePolicy):
     is evicted first, free of blocks that only the device has.
 
     A scan along the queue stores those (``free_queue_scan.py``). While the tier has empty blocks,
-    they are stored early, as they fill up, beside their request's compute. A load may take more
-    blocks in one step than are safe: blocks that only the device has are withheld from its request.
+    they are stored early, as they fill up, beside their request's compute. So they are while the
+    queue is short, or requests would wait for blocks that others leave unstored. A load may take
+    more blocks in one step than are safe: blocks that only the device has are withheld from its
+    request.
     """
 
     def __init__(self, parts: PolicyParts) -> None:
@@ -98,11 +100,13 @@ class BeforeEviction(StorePolicy):
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
-        stores_early = self._stores_early and not self._postpone(scheduled, due)
+        postponed = self._postpone(scheduled, due)
+        stores_early = self._stores_early and not postponed
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
-        if stores_early and self._tier.num_empty:
-            self._store_running(self._tier.num_empty)
+        budget = max(self._tier.num_empty if stores_early else 0, self._scan.num_lacking)
+        if budget and not postponed:
+            self._store_running(budget)
         self._scan.on_step(stores_early)
         self._has_news = False
 

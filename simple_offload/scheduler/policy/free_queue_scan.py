@@ -43,10 +43,10 @@ class FreeQueueScan:
         """Upper limit of the blocks to schedule one step, but for those that a load fills."""
         # A store starts at its step's end. Its end is reported a step later at the earliest.
         num_steps = vllm_config.max_concurrent_batches + 2
-        self.min_ahead = min(num_steps * self._per_step, len(device_pool.blocks) // 4)
-        """Target number of safe blocks: the peak demand, without loads, until a store that is
-        planned now has ended."""
-        self._reserve = min(num_running, self.min_ahead)
+        self._peak_demand = min(num_steps * self._per_step, len(device_pool.blocks) // 4)
+        """Upper limit of the blocks to schedule, without loads, until a store that is planned now
+        has ended."""
+        self._reserve = min(num_running, self._peak_demand)
         """Free blocks that are not pinned, for running requests."""
         self._cursor: KVCacheBlock | None = None
         """The last block that was passed and left in the queue; None: start at the front."""
@@ -68,6 +68,18 @@ class FreeQueueScan:
         """Whether the scan would go on in a further step, though nothing else happens."""
 
     @property
+    def min_ahead(self) -> int:
+        """Target number of safe blocks. A small tier keeps three quarters for contents that the
+        device has lost (``bench-scheduler --parts chat``, 0.3 x the device)."""
+        return min(self._peak_demand, self._tier.max_contents // 4)
+
+    @property
+    def num_lacking(self) -> int:
+        """Blocks that the free queue is short of ``min_ahead``. As many blocks of running requests
+        should be safe: the queue may give them to others before a scan meets them."""
+        return max(0, self.min_ahead - self._device_pool.get_num_free_blocks())
+
+    @property
     def num_safe(self) -> int:
         """Blocks at the front of the queue that are known to be safe."""
         if self._residency.are_stored:
@@ -77,7 +89,8 @@ class FreeQueueScan:
     @property
     def drop_reason(self) -> str:
         """Why contents are lost that the device overwrites now, for the meter."""
-        return "tier_full" if self._tier_is_full else "too_late"
+        is_small = self.min_ahead < self._peak_demand
+        return "tier_full" if self._tier_is_full or is_small else "too_late"
 
     def withhold(self, num_blocks: int, hits: Container[BlockHashWithGroupId | None]) -> int:
         """Take blocks that only the device has out of the queue, until its first ``num_blocks``

@@ -44,11 +44,11 @@ record_nothing = always(StorePolicy._record, None, EVICTIONS[False])
 look_no_further_than_the_front = (
     mutation(
         FreeQueueScan.__init__,
-        "self._reserve = ",
-        "self.min_ahead, real = 2, self.min_ahead\nself._reserve = ",
+        "min(num_steps * self._per_step, len(device_pool.blocks) // 4)",
+        "2",
         EVICTIONS[True],
     )
-    .also(FreeQueueScan.__init__, "min(num_running, self.min_ahead)", "min(num_running, real)")
+    .also(FreeQueueScan.__init__, "min(num_running, self._peak_demand)", "num_running")
     .also(FreeQueueScan.withhold, "", "return 0")
 )
 # A request's last token is sampled, but never computed.
@@ -100,7 +100,7 @@ store_what_was_withheld_without_giving_it_back = mutation(
 ).also(FreeQueueScan._store_withheld, "block_pool.free_blocks(self._device_pool, used)", "pass")
 # Requests that run have to wait for these stores.
 store_the_last_free_block = mutation(
-    FreeQueueScan.__init__, "min(num_running, self.min_ahead)", "0", FULL_DEVICE
+    FreeQueueScan.__init__, "min(num_running, self._peak_demand)", "0", FULL_DEVICE
 )
 
 # vLLM's queue
