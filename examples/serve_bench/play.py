@@ -118,8 +118,11 @@ def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
     with without_collection():
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.worker import cpu_worker  # noqa: F401 - which the engine core then has
+
+        if current_platform.is_cpu():  # elsewhere its import replaces functions of torch
+            from vllm.v1.worker import cpu_worker  # noqa: F401 - which the engine core then has
 
     given = plan.engine_arguments(contender)
     if given["kv_transfer_config"] is not None:
