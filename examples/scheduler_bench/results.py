@@ -24,9 +24,9 @@ POOL = "vLLM's BlockPool"
 """Names vLLM's pool alone: a line of the memory table, a column of the cost table. Connectors that
 keep their blocks in it take no less memory."""
 KINDS = ("decode", "serving", "conversations", "stored", "loaded", "on the device")
-"""The work of a row: a step of so many running requests, which decode, or load their prompts,
-decode, end and are replaced; or one prompt of so many tokens, which is stored, loaded when the
-device has lost it, and found on the device."""
+"""The work of a row. Decode, serving and conversations are a step of ``size`` running requests:
+they decode, or load their prompts, decode, end and are replaced. The others are one prompt of
+``size`` tokens: it is stored, loaded when the device has lost it, and found on the device."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ def save_sessions(
     id_tokens: int = 64,
     every: float = 10.0,
 ) -> Path:
-    """A file of Claude Code sessions. A prompt has ``more_ids`` more than the one before. Answers
-    take a second, and come ``every`` so many seconds."""
+    """A file of Claude Code sessions. A prompt has ``more_ids`` more than the one before. An
+    answer takes a second. One comes each ``every`` seconds."""
     rows = [
         [
             [every * turn, 64 * num_ids + session, answer_tokens, 0.0, 1.0, 0, [[1, num_ids]]]
