@@ -104,7 +104,7 @@ class BeforeEviction(StorePolicy):
         stores_early = self._stores_early and not postponed
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
-        budget = max(self._tier.num_empty if stores_early else 0, self._scan.num_lacking)
+        budget = max(self._tier.num_empty if stores_early else 0, self._scan.num_short)
         if budget and not postponed:
             self._store_running(budget)
         self._scan.on_step(stores_early)

@@ -74,7 +74,7 @@ class FreeQueueScan:
         return min(self._peak_demand, self._tier.max_contents // 4)
 
     @property
-    def num_lacking(self) -> int:
+    def num_short(self) -> int:
         """Blocks that the free queue is short of ``min_ahead``. As many blocks of running requests
         should be safe: the queue may give them to others before a scan meets them."""
         return max(0, self.min_ahead - self._device_pool.get_num_free_blocks())
