@@ -242,7 +242,7 @@ def test_by_default_a_full_tier_stores_only_what_is_about_to_leave(drive: MakeDr
     driver = drive(**ROOMY | {"num_host_blocks": 101})
     driver.fill(40, first=1)
     assert driver.tier.num_used == 100
-    assert num_shared(driver) <= 3 / 16 * 100 + 9  # the share of duplicates, and three steps' need
+    assert num_shared(driver) <= 100 / 4 + 9  # the share of duplicates, and three steps' need
     assert counted(driver, metrics.DROPPED) == 0
 
 

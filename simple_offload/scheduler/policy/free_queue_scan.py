@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction_order import DUPLICATES_SHARE
 
 
 def num_running_blocks(vllm_config: VllmConfig, num_groups: int) -> int:
@@ -69,9 +70,8 @@ class FreeQueueScan:
 
     @property
     def min_ahead(self) -> int:
-        """Target number of safe blocks. A small tier keeps three quarters for contents that the
-        device has lost (``bench-scheduler --parts chat``, 0.3 x the device)."""
-        return min(self._peak_demand, self._tier.max_contents // 4)
+        """Target number of safe blocks."""
+        return min(self._peak_demand, int(DUPLICATES_SHARE * self._tier.max_contents))
 
     @property
     def num_short(self) -> int:

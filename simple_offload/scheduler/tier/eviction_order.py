@@ -14,8 +14,9 @@ from vllm.v1.core.kv_cache_utils import (
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.transfer import BlockIds, as_array
 
-DUPLICATES_SHARE = 3 / 16
-"""Share of the tier that duplicates may keep although others need room. Each duplicate that leaves
+DUPLICATES_SHARE = 1 / 4
+"""Share of the tier that duplicates may keep although others need room. As many are stored before
+eviction, at most: the rest is for contents that the device has lost. Each duplicate that leaves
 costs a second store, when the device loses its block. Each that stays takes the room of contents
 that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
 PROTECTED_AGE = 1.25
