@@ -32,10 +32,10 @@ class BeforeEviction(StorePolicy):
     is evicted first, free of blocks that only the device has.
 
     A scan along the queue stores those (``free_queue_scan.py``). While the tier has empty blocks,
-    they are stored early, as they fill up, beside their request's compute. So they are while the
-    queue is short, or requests would wait for blocks that others leave unstored. A load may take
-    more blocks in one step than are safe: blocks that only the device has are withheld from its
-    request.
+    they are stored early, as they fill up, beside their request's compute. The same happens while
+    the queue is short. Otherwise the next request would wait for stores of the blocks that another
+    leaves. A load may take more blocks in one step than are safe: blocks that only the device has
+    are withheld from its request.
     """
 
     def __init__(self, parts: PolicyParts) -> None:
