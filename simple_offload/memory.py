@@ -86,8 +86,9 @@ def require(num_bytes: int) -> None:
 
 @contextmanager
 def using_reserve() -> Iterator[None]:
-    """A context in which up to 1 GiB may come out of the reserve, for the first memory of a tier.
-    So a small tier works on a busy machine, and the rank that starts last can start at all."""
+    """A context in which up to 1 GiB may come out of the reserve, for the first memory of a tier,
+    and for scratch memory before. So a small tier works on a busy machine, and the rank that starts
+    last can start at all."""
     token = _uses_reserve.set(True)
     try:
         yield

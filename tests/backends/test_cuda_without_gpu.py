@@ -18,7 +18,9 @@ from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts, PathCost
 from simple_offload.backends.cuda.queues import classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
+from simple_offload.memory import GIB
 from simple_offload.transfer import Transfer
+from tests.conftest import Machine
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MIB = 1 << 20
@@ -117,6 +119,12 @@ def make_backend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> MakeBackend:
 
 def scattered(count: int) -> Transfer:
     return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % max(count, 1))
+
+
+def test_a_machine_with_little_memory_left(machine: Machine, make_backend: MakeBackend) -> None:
+    """Its copies are measured too: a tier's first chunk may use the reserve, and comes later."""
+    machine.available = GIB
+    make_backend(2 * MIB)
 
 
 # Which copies are quick

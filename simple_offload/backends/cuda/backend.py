@@ -23,6 +23,7 @@ from simple_offload.backends.descriptors import Extents, Regions, find_extents, 
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device, put_in_place
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
+from simple_offload.memory import using_reserve
 from simple_offload.transfer import Transfer
 
 logger = get_logger(__name__)
@@ -291,7 +292,8 @@ class CudaBackend:
         sizes = copy_costs.sizes_from(smallest_page)
         num_bytes = copy_costs.SCRATCH_BYTES
         device = torch.empty(num_bytes, dtype=torch.int8, device=self._device)
-        host = self.allocate_host(num_bytes)
+        with using_reserve():  # soon given back
+            host = self.allocate_host(num_bytes)
         for direction in Direction:
             self._costs[direction] = copy_costs.measure_direction(
                 self._queues, direction, sizes, device, host

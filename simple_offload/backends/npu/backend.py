@@ -223,7 +223,8 @@ class NpuBackend:
         """Copy some bytes to the device and back, by one batch each. Raises AclError if a batch is
         refused, or other bytes come back."""
         size = len(_PROBE)
-        host = self.allocate_host(2 * size)
+        with memory.using_reserve():  # soon given back
+            host = self.allocate_host(2 * size)
         try:
             host[:size] = torch.frombuffer(bytearray(_PROBE), dtype=torch.int8)
             host[size:] = 0

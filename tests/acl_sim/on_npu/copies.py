@@ -17,9 +17,11 @@ import torch_npu
 from simple_offload.backends.base import Direction, Measurement
 from simple_offload.backends.npu.acl import Acl, AclError
 from simple_offload.backends.npu.backend import NpuBackend
+from simple_offload.memory import GIB
 from tests.acl_sim.on_npu.sides import MakeSides
 from tests.acl_sim.sim import Sim
 from tests.backends.sides import Blocks
+from tests.conftest import Machine
 
 both_paths = pytest.mark.parametrize("path", ["batch", "single"])
 HELD_BLOCKS = np.arange(0, 2 * 5000, 2)  # no two are neighbours
@@ -252,6 +254,12 @@ def test_a_block_that_is_not_there(make_sides: MakeSides) -> None:
 
 
 # Host memory
+
+
+def test_a_machine_with_little_memory_left(sim: Sim, machine: Machine) -> None:
+    """Whether batches work is tried out all the same."""
+    machine.available = GIB
+    NpuBackend().close()
 
 
 def test_host_memory_is_given_back(sim: Sim) -> None:
