@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -94,4 +95,10 @@ def _prefer_node(tensor: torch.Tensor, node: int) -> None:
         ctypes.c_uint(0),
     )
     if failed:
-        logger.info("Host memory is not bound to NUMA node %d: errno %d", node, ctypes.get_errno())
+        _on_unbound(node, ctypes.get_errno())
+
+
+@cache
+def _on_unbound(node: int, errno: int) -> None:
+    """Log it once: a tier has thousands of chunks."""
+    logger.info("Host memory is not bound to NUMA node %d: errno %d", node, errno)
