@@ -15,7 +15,8 @@ from typing import Any
 def ask(module: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
     """Call ``answer(file, **options)`` of ``module``, in a process that runs for at most
     ``seconds``. It writes JSON to ``file``. It is not to ask Hugging Face's hub for anything.
-    Returns the content of the file (None if there is none), and how the process ended."""
+    Returns the content of the file (None if there is none, or a part of it), and how the process
+    ended."""
     with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
         answer = Path(folder) / "answer.json"
         try:
@@ -33,7 +34,10 @@ def ask(module: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, s
             end = f"the process ended with code {done.returncode}: {last_line}"
         except subprocess.TimeoutExpired:
             end = f"the process did not end within {seconds} s"
-        return (json.loads(answer.read_text()) if answer.exists() else None), end
+        try:
+            return json.loads(answer.read_text()), end
+        except (OSError, ValueError):  # none, or a full disk has cut it off
+            return None, end
 
 
 if __name__ == "__main__":

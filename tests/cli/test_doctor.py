@@ -164,6 +164,11 @@ def replace_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
             "the process ended with code 7: no libascend",
         ),
         ("import threading\nthreading.Event().wait()", "the process did not end within 3 s"),
+        # As on a full disk, the answer is cut off.
+        (
+            "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))",
+            "the process ended with code 1: OSError: [Errno 27] File too large",
+        ),
     ],
 )
 def test_a_torch_that_ends_or_stops_the_process(
