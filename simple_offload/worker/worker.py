@@ -307,8 +307,9 @@ class OffloadWorker:
             return RankPool()
         peers = self._make_peers()
         node = backend.numa_node if self.config.host_copies == "auto" else None
-        kind = peers.rank // count, node, tuple(page_bytes)
-        return RankPool.meet(peers, kind)
+        # A share of the machine's memory may be more for a rank that asks later.
+        num_bytes = self.config.bytes_per_rank(self._ranks.num)
+        return RankPool.meet(peers, (peers.rank // count, node, num_bytes, *page_bytes))
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
         """Submit each transfer once, however often a hook is called."""

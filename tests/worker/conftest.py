@@ -70,9 +70,6 @@ def start_workers(
         **extra_config: Any,
     ) -> list[Any]:
         num_ranks = num_ranks or len(memories)
-        config = OffloadConfig.parse(
-            {"num_cpu_blocks": 8} | extra_config, Ranks(num_ranks, num_ranks)
-        )
         if backends:
             monkeypatch.setattr(
                 "simple_offload.worker.worker.make_backend", lambda *_: backends[here.rank]
@@ -82,7 +79,9 @@ def start_workers(
             memory = memories[peers.rank]
             worker = OffloadWorker(
                 memory.config,
-                config,
+                OffloadConfig.parse(
+                    {"num_cpu_blocks": 8} | extra_config, Ranks(num_ranks, num_ranks)
+                ),
                 Ranks(num_ranks, num_ranks),
                 replicas,
                 lambda: peers,

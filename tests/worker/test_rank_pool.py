@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from simple_offload import memory, metrics
 from simple_offload.backends.base import Direction
-from simple_offload.memory import MemoryShortageError
+from simple_offload.memory import Limit, MemoryShortageError
 from simple_offload.metadata import StepMetadata
 from simple_offload.replicas import Replicas
 from simple_offload.shared_memory import SharedMemory
@@ -192,6 +192,24 @@ def test_ranks_that_cannot_share(
     memories = list(map(small_kv_memory, heads))
     workers = start_workers(memories, Replicas(len(heads)), [backend() for _ in heads])
     assert [worker.capacity.num_places for worker in workers] == expected
+
+
+def test_ranks_with_tiers_of_other_sizes_do_not_share(
+    start_workers: StartWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share of the machine's memory, to which a hypervisor adds some meanwhile. Where a page lies
+    depends on the number of blocks."""
+    memories = [small_kv_memory() for _ in range(2)]
+    monkeypatch.setattr(memory, "limit", lambda: Limit((here.rank + 3) << 20, is_final=True))
+    sizes = {"num_cpu_blocks": None, "cpu_bytes_to_use": "50%"}
+    workers = start_workers(memories, Replicas(2), **sizes)
+    for each, worker in zip(memories, workers, strict=True):
+        each.storage.fill_(5)
+        run(worker, StepMetadata(stores=[Transfer.pairing(0, [1, 2], [1, 2])]))
+    for each, worker in zip(memories, workers, strict=True):
+        each.storage.fill_(0)
+        run(worker, StepMetadata(loads=[Transfer.pairing(1, [1, 2], [1, 2], "r")]))
+        assert each.kv_caches["b"][1:3].view(torch.int8).unique().tolist() == [5]
 
 
 def test_no_rank_waits_for_one_that_lacks_memory(
