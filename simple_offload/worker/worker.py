@@ -120,7 +120,8 @@ class OffloadWorker:
         num_sharing = self._rank_pool.num_sharing
         num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._ranks.num, num_sharing)
         needed = num_blocks * block_bytes * self._ranks.num_here // num_sharing
-        check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
+        if self.config.num_cpu_blocks is not None:  # bytes were checked as they were read
+            check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
         if needed < self._backend.chunk_bytes:
             # Every rank on this machine allocates all at once, and maybe no page is in place
             # before it is written: no rank would notice the others.

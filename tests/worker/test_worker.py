@@ -8,9 +8,10 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.config import GIB, ConfigError
+from simple_offload.config import GIB, ConfigError, OffloadConfig
 from simple_offload.memory import MemoryShortageError
 from simple_offload.metadata import StepMetadata
+from simple_offload.ranks import Ranks
 from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import Machine
@@ -84,6 +85,16 @@ def test_memory_that_comes_as_it_is_written_must_be_available_at_start(
     make_worker({"cpu_bytes_to_use_per_rank": 10 * GIB}, 2)
     with pytest.raises(MemoryShortageError, match=r"22\.00 GiB of host memory asked for, 30\.00"):
         make_worker({"cpu_bytes_to_use_per_rank": 11 * GIB}, 2)
+
+
+def test_a_container_that_shrinks_before_memory_is_opened(machine: Machine) -> None:
+    """Loading weights takes minutes. The error is that of memory that is there no more."""
+    memory = kv_memory()
+    config = OffloadConfig.parse({"cpu_bytes_to_use": 50 * GIB}, Ranks(1, 1))
+    worker = OffloadWorker(memory.config, config, Ranks(1, 1))
+    machine.num_bytes = 40 * GIB
+    with pytest.raises(MemoryShortageError, match=r"50\.00 GiB of host memory asked for, 40\.00"):
+        worker.register_kv_caches(memory.kv_caches)
 
 
 # Bytes
