@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -130,6 +130,9 @@ class _Turns:
             yield
         finally:
             if handle is not None:
+                with suppress(OSError):  # no locks here
+                    # A process forked meanwhile has the handle too, and would keep the lock.
+                    fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
                 # Waiting processes try every _LOOK_SECONDS. Without a pause this one, which claims
                 # chunk after chunk, would always win.

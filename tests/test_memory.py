@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -220,6 +221,18 @@ def test_waiting_for_a_turn_has_a_limit(
             assert is_locked(machine)
     assert waits == [60, 1, 0, 60, 0]
     assert "taken without waiting for other processes" in caplog.text
+
+
+def test_a_process_forked_during_a_turn_does_not_keep_it(machine: Machine) -> None:
+    context = multiprocessing.get_context("fork")
+    end = context.Event()
+    child = context.Process(target=end.wait, daemon=True)
+    with memory.claim(1):
+        child.start()
+        assert is_locked(machine)
+    assert not is_locked(machine)
+    end.set()
+    child.join()
 
 
 # In a real container
