@@ -68,8 +68,6 @@ class OffloadWorker:
         self._meter = metrics.Meter()
         self._reported_open = 0
         self._is_shut_down = False
-        self._is_divided = False
-        """Whether loads come in several layer groups."""
         self.lanes: dict[Direction, CopyLane] = {}
         """Empty until KV caches are registered."""
 
@@ -88,7 +86,6 @@ class OffloadWorker:
             Direction.LOAD: CopyLane(self._backend, Direction.LOAD, groups.num),
             Direction.STORE: CopyLane(self._backend, Direction.STORE),
         }
-        self._is_divided = groups.num > 1
         backend = cast(CopiesByLayer, self._backend)
         self._overlap = Overlap(groups, self.lanes[Direction.LOAD], backend, self._meter)
 
@@ -144,7 +141,6 @@ class OffloadWorker:
             rank_pool=self._rank_pool,
         )
         self._block_bytes = sum(page_bytes)
-        self._room = num_blocks
 
     @property
     def capacity(self) -> RankCapacity:
@@ -153,7 +149,7 @@ class OffloadWorker:
         row = rank_pool.row
         return RankCapacity(
             self._name,
-            self._room,
+            pool.num_blocks,
             pool.num_open,
             self._block_bytes,
             rank_pool.size,
@@ -196,7 +192,7 @@ class OffloadWorker:
 
     def wait_for_layer(self, name: str) -> None:
         """Make the compute that is queued next wait for the loaded KV of this layer."""
-        if self._is_divided:
+        if self.lanes:
             self._overlap.on_layer(name)
 
     def submit_stores(self) -> None:

@@ -152,15 +152,9 @@ class CudaBackend:
         torch.cuda.set_device(self._device)
 
     def copy(
-        self,
-        direction: Direction,
-        transfer: Transfer,
-        barrier: Barrier | None,
-        *,
-        keep_lock: bool = False,
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        """``keep_lock``: as for ``SubmitDma``."""
-        return self._copy(direction, transfer, barrier, self._classes, keep_lock=keep_lock)
+        return self._copy(direction, transfer, barrier, self._classes, keep_lock=False)
 
     def copy_by_layer(
         self, transfer: Transfer, barrier: Barrier | None, *, quickly: bool
@@ -175,7 +169,7 @@ class CudaBackend:
         """Keep Python's interpreter lock. The thread that takes in requests may hold it for
         milliseconds: with a release at each driver call, queueing took longer than copying
         (docs/measurements.md, "Engines")."""
-        return self.copy(direction, transfer, barrier, keep_lock=True)
+        return self._copy(direction, transfer, barrier, self._classes, keep_lock=True)
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
         """True for loads of few descriptors, not counting those that the kernel copies. No request
@@ -208,7 +202,8 @@ class CudaBackend:
         *,
         keep_lock: bool,
     ) -> CudaPending:
-        """Queue the copy of the blocks' bytes in ``classes``."""
+        """Queue the copy of the blocks' bytes in ``classes``. ``keep_lock``: as for
+        ``SubmitDma``."""
         pending = CudaPending(self._queues.begin(direction, barrier), [classes])
         try:
             self._queue(pending, direction, transfer, classes, keep_lock=keep_lock)
