@@ -24,35 +24,19 @@ CHUNK_BYTES = 3 * BLOCK_BYTES + 5
 """Room for three blocks."""
 
 
-class RankBackend(SharingBackend):
-    """That of one of several ranks, which log their steps."""
-
-    def __init__(self, chunk_bytes: int, log: list[tuple[int, int, str]], rank: int) -> None:
-        super().__init__(chunk_bytes)
-        self._steps, self._rank = log, rank
-
-    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
-        number = len(self.are_first)
-        self._steps.append((self._rank, number, "begin"))
-        super().use_shared(memory, is_first=is_first)
-        self._steps.append((self._rank, number, "end"))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Blocks of each chunk."""
-        shapes = [[tuple(region.shape) for region in chunk] for chunk in self.chunks]
-        assert shapes == [[(chunk[0][0], page) for page in PAGES] for chunk in shapes]
-        return [chunk[0][0] for chunk in shapes]
+def lengths(backend: ScriptedBackend) -> list[int]:
+    """Blocks of each chunk."""
+    shapes = [[tuple(region.shape) for region in chunk] for chunk in backend.chunks]
+    assert shapes == [[(chunk[0][0], page) for page in PAGES] for chunk in shapes]
+    return [chunk[0][0] for chunk in shapes]
 
 
 @dataclass
 class Ranks:
     """Host pools of ranks, each opened in a thread."""
 
-    backends: list[RankBackend] = field(default_factory=list)
+    backends: list[SharingBackend] = field(default_factory=list)
     pools: list[HostPool] = field(default_factory=list)
-    steps: list[tuple[int, int, str]] = field(default_factory=list)
-    """Rank, number of the chunk in shared memory, and "begin" or "end", in order."""
     looks: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released whenever a rank looks whether pages are in place."""
 
@@ -106,9 +90,9 @@ def make_ranks(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     def make(kinds: str = "aa", chunk_bytes: int = CHUNK_BYTES, **more: Any) -> Ranks:
         made.append(ranks := Ranks())
-        for rank, rank_pool in enumerate(meet(kinds)):
+        for rank_pool in meet(kinds):
             memories.append(rank_pool.memory)
-            backend = RankBackend(chunk_bytes, ranks.steps, rank)
+            backend = SharingBackend(chunk_bytes)
             ranks.backends.append(backend)
             ranks.pools.append(HostPool(backend, PAGES, 10, rank_pool=rank_pool, **more))
         return ranks
@@ -159,7 +143,7 @@ def test_chunks_have_the_backend_s_size_and_leave_nothing_over(
     ranks.open_all()
     (pool,), (backend,) = ranks.pools, ranks.backends
     assert (pool.num_open, pool.nbytes) == (10, 10 * BLOCK_BYTES)
-    assert backend.lengths == expected
+    assert lengths(backend) == expected
     for chunk in backend.chunks:
         for value, region in enumerate(chunk, start=1):
             assert (region.dtype, region.is_contiguous()) == (torch.int8, True)
@@ -210,7 +194,7 @@ def test_ranks_open_the_same_bytes(make_ranks: MakeRanks, num_ranks: int) -> Non
     ranks = make_ranks("a" * num_ranks)
     ranks.open_all()
     assert ranks.num_open == [10] * num_ranks
-    assert [backend.lengths for backend in ranks.backends] == [[3, 3, 3, 1]] * num_ranks
+    assert [lengths(backend) for backend in ranks.backends] == [[3, 3, 3, 1]] * num_ranks
     ranks.check_same_bytes()
     assert [backend.are_first for backend in ranks.backends] == [
         [place == 0] * 4 for place in range(num_ranks)
@@ -248,8 +232,6 @@ def test_the_first_rank_opens_each_chunk_first(ranks: Ranks, number: int) -> Non
     for pool in ranks.pools:
         within_patience(pool.join)
     assert ranks.num_open == [10, 10]
-    for each in range(4):
-        assert ranks.steps.index((0, each, "end")) < ranks.steps.index((1, each, "begin"))
 
 
 # What the ranks agree on
@@ -272,7 +254,7 @@ def test_no_more_than_the_ranks_agree_on(
     for pool, backend in zip(ranks.pools, ranks.backends, strict=True):
         within_patience(pool.join)
         assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, *[sum(opened)] * 2)
-        assert backend.lengths == opened
+        assert lengths(backend) == opened
     ranks.check_same_bytes()
 
 
@@ -313,7 +295,7 @@ def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
     (backend,) = ranks.backends
     backend.allocation_errors[failing] = ScriptedError("no more memory")
     ranks.open_all()
-    assert ranks.num_open == [sum(backend.lengths)] == [3 * failing]
+    assert ranks.num_open == [sum(lengths(backend))] == [3 * failing]
     assert len(backend.allocators) == failing + 1  # it does not ask again
     (record,) = caplog.records
     assert record.levelname == "ERROR"
