@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -32,8 +33,9 @@ def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A fork would copy each pinned page at once (Linux 5.10 and later, copy_present_page in
     # mm/memory.c), and the child has no use for any.
-    _advise(mapping, "MADV_DONTFORK")
-    _advise(mapping, "MADV_HUGEPAGE")
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with suppress(OSError):  # a kernel without it: slower, not wrong
+            mapping.madvise(advice)
     tensor = torch.frombuffer(mapping, dtype=torch.int8)
     put_in_place(tensor, numa_node)
     return tensor
@@ -57,14 +59,6 @@ def node_of_pci_device(address: str) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
-
-
-def _advise(mapping: mmap.mmap, name: str) -> None:
-    if (advice := getattr(mmap, name, None)) is not None:
-        try:
-            mapping.madvise(advice)
-        except OSError as error:  # an old kernel: slower, not wrong
-            logger.debug("No %s: %s", name, error)
 
 
 def _touch(tensor: torch.Tensor) -> None:
