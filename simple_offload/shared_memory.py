@@ -56,14 +56,12 @@ class SharedMemory:
         """The memory that another process has created. Raises OSError if this process may not, or
         does not see that process."""
         path = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        token = b""
+        memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         with suppress(OSError):  # a pipe
-            token = os.pread(descriptor, _TOKEN_BYTES, 0)
-        if token != address.token:
-            os.close(descriptor)
-            raise OSError(f"{path} is another file: process {address.pid} is not the one meant")
-        return cls(descriptor)
+            if memory.address.token == address.token:
+                return memory
+        memory.close()
+        raise OSError(f"{path} is another file: process {address.pid} is not the one meant")
 
     @property
     def address(self) -> Address:

@@ -67,15 +67,6 @@ def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def descriptor_of(_: SharedMemory, path: str) -> int:
-    """The descriptor of a file that this process opens, and keeps open."""
-    _kept.append(Path(path).open("rb"))  # noqa: SIM115
-    return int(_kept[-1].fileno())
-
-
-_kept: list[Any] = []
-
-
 def _serve(parents: Connection, connection: Connection, address: Address | None) -> None:
     parents.close()  # else its end would not be seen
     memory = SharedMemory.create() if address is None else SharedMemory.open(address)

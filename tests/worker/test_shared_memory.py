@@ -64,18 +64,19 @@ def test_memory_lives_as_long_as_the_last_process_that_has_it(make_process: Make
     assert shmem_bytes() - before < num_bytes // 2
 
 
-def test_addresses_that_lead_elsewhere(make_process: MakeProcess, tmp_path: Path) -> None:
+def test_addresses_that_lead_elsewhere(make_process: MakeProcess) -> None:
     """A process's number may be given to another one, and so may the numbers of its files."""
-    (tmp_path / "file").write_text("something else")
     creator = make_process()
     meant = creator.ask(memory_process.address)
-    other_file = creator.ask(memory_process.descriptor_of, str(tmp_path / "file"))
+    pipe = os.pipe()
+    other_file = os.memfd_create("something else")
     num_open = num_open_files()
     for wrong in (
-        meant._replace(descriptor=other_file),
         meant._replace(token=bytes(len(meant.token))),
         meant._replace(pid=os.getpid()),
         meant._replace(descriptor=9999),
+        meant._replace(pid=os.getpid(), descriptor=pipe[0]),
+        meant._replace(pid=os.getpid(), descriptor=other_file),
     ):
         with pytest.raises(OSError, match=f"/proc/{wrong.pid}/fd/{wrong.descriptor}"):
             SharedMemory.open(wrong)
@@ -87,6 +88,8 @@ def test_addresses_that_lead_elsewhere(make_process: MakeProcess, tmp_path: Path
     creator.kill()
     with pytest.raises(OSError, match=f"/proc/{meant.pid}/fd"):
         SharedMemory.open(meant)
+    for descriptor in (*pipe, other_file):
+        os.close(descriptor)
 
 
 # In one process
