@@ -223,6 +223,17 @@ def test_waiting_for_a_turn_has_a_limit(
     assert "taken without waiting for other processes" in caplog.text
 
 
+def test_without_a_folder_to_lock_memory_is_taken_all_the_same(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    machine.turns.rmdir()
+    for _ in range(2):
+        with memory.claim(1):
+            pass
+    assert caplog.text.count("taken without waiting for other processes") == 1
+
+
 def test_a_process_forked_during_a_turn_does_not_keep_it(machine: Machine) -> None:
     context = multiprocessing.get_context("fork")
     end = context.Event()
