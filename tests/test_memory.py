@@ -17,6 +17,7 @@ from simple_offload import memory
 from simple_offload.memory import GIB, Limit, MemoryShortageError
 from tests.conftest import Machine
 from tests.memory_ranks import CHUNK_BYTES
+from tests.worker.memory_process import num_open_files
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,6 +82,7 @@ def test_a_cgroup_of_version_1(machine: Machine, membership: str, path: str) -> 
     }
     for name, value in files.items():
         machine.write(f"/sys/fs/cgroup/memory{path}/memory.{name}", f"{value}\n")
+    machine.write("/sys/fs/cgroup/memory/elsewhere/memory.limit_in_bytes", "5\n")  # another's
     assert memory.limit() == Limit(100 * GIB, is_final=True)
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes", f"{64 * GIB}\n")
     assert memory.limit() == Limit(64 * GIB, is_final=True)
@@ -181,7 +183,7 @@ def is_locked(machine: Machine) -> bool:
 
 
 def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    looks = 0
+    looks, num_open = 0, num_open_files()
 
     def look_again(seconds: float) -> None:
         nonlocal looks
@@ -197,6 +199,7 @@ def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, machin
     with pytest.raises(ZeroDivisionError), memory.claim(1):
         raise ZeroDivisionError
     assert not is_locked(machine)
+    assert num_open_files() == num_open
 
 
 def test_waiting_for_a_turn_has_a_limit(
