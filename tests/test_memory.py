@@ -154,7 +154,9 @@ def test_memory_that_a_hypervisor_may_add(machine: Machine, device: str) -> None
     assert memory.limit() == Limit(100 * GIB, is_final=True)
     machine.write(f"/sys/bus/{device}/device", "")
     assert memory.limit() == Limit(100 * GIB, is_final=False)
-    machine.write("/proc/self/cgroup", "0::/\n")
+    machine.write("/proc/self/cgroup", "4:memory:/\n0::/\n")
+    machine.write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")  # none
+    assert memory.limit() == Limit(100 * GIB, is_final=False)
     write_group(machine, "", 300)
     assert memory.limit() == Limit(300 * GIB, is_final=True)
 
