@@ -225,7 +225,7 @@ class CudaBackend:
     ) -> None:
         queues = self._queues
         blocks = direction.sides(transfer.device_blocks, transfer.host_blocks)
-        block_bytes = sum(regions.block_bytes for regions in classes)
+        block_bytes = sum(regions.device.block_bytes for regions in classes)
         unmarked_bytes, unmarked_seconds = 0, 0.0
         by_kernel, last = False, None
         for first, stop in self._stretches(classes, transfer):
@@ -262,7 +262,7 @@ class CudaBackend:
             return iter(())
         first_class = classes[0]
         require_blocks_within(transfer, first_class.device.num_blocks, first_class.host.num_blocks)
-        block_bytes = sum(regions.block_bytes for regions in classes)
+        block_bytes = sum(regions.device.block_bytes for regions in classes)
         first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // block_bytes)
         at_once = _STRETCH_DESCRIPTORS // num_regions
         return in_stretches(len(transfer.device_blocks), max(1, first), max(1, at_once))

@@ -51,11 +51,6 @@ class RegionClass:
         """Bytes of the largest page."""
         return int(self.device.pages.max())
 
-    @cached_property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all regions of the class."""
-        return self.device.block_bytes
-
     def sides(self, direction: Direction) -> tuple[Regions, Regions]:
         """Source and destination."""
         return direction.sides(self.device, self.host)
@@ -228,9 +223,9 @@ class CudaQueues:
     ) -> Iterator[Piece]:
         kernel, stream = regions.kernel[direction], self._kernel_streams[direction]
         pairs = kernel.write_pairs(*extents.pairs())
-        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // regions.block_bytes)):
+        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // regions.device.block_bytes)):
             kernel.launch(piece, _KERNEL_PROGRAMS, stream)
-            yield Piece("kernel", stream, piece.length * regions.block_bytes, piece)
+            yield Piece("kernel", stream, piece.length * regions.device.block_bytes, piece)
 
     def _submit_by_dma(
         self, direction: Direction, plan: Descriptors, keep_lock: bool
