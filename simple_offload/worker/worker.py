@@ -55,7 +55,6 @@ class OffloadWorker:
         self._page_layout = page_layout
         self._waiting_layers = waiting_layers
         self._layout: tuple[object, ...] = ()
-        self._rank_pool = RankPool()
         self._backend = make_backend(config.backend, config.copy_path)
         self._name = secrets.token_hex(8)
         self._metadata = StepMetadata()
