@@ -30,9 +30,11 @@ class Rank:
         monkeypatch: pytest.MonkeyPatch,
         layers: str = "a",
         waiting_layers: str = "",
+        are_alike: bool = True,
         **extra_config: Any,
     ) -> None:
-        """``waiting_layers``: those of its layers that wait for loads one by one."""
+        """``waiting_layers``: those of its layers that wait for loads one by one. ``are_alike``: as
+        in ``Ranks``."""
         self.backend = ScriptedBackend()
         self.now = 1000.0
         package = "simple_offload.worker"
@@ -40,11 +42,10 @@ class Rank:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(f"{package}.early_announcement.time", clock)
         self.memory = make_kv_memory([group(full(), *layers)], 4, KVCacheLayout.LBHNC)
-        config = OffloadConfig.parse(
-            {"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, Ranks(1, 1)
-        )
+        ranks = Ranks(1, 1, are_alike)
+        config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, ranks)
         self.worker = OffloadWorker(
-            self.memory.config, config, Ranks(1, 1), waiting_layers=lambda: waiting_layers
+            self.memory.config, config, ranks, waiting_layers=lambda: waiting_layers
         )
 
     def register(self) -> None:

@@ -140,6 +140,19 @@ def test_memory_opens_slowly_beside_steps(
     assert next_began - ended > 7 * (ended - began)
 
 
+def test_ranks_that_are_not_alike_open_what_all_have_room_for(make_rank: MakeRank) -> None:
+    """A step tells them."""
+    rank = make_rank(register=False, are_alike=False)
+    rank.backend.chunk_bytes = 3 * BLOCK_BYTES
+    rank.register()
+    pool = rank.worker.host_pool
+    rank.step()
+    assert (pool.is_agreed, pool.num_open) == (False, 3)
+    rank.step(StepMetadata(num_host_blocks=5))
+    within_patience(pool.join)
+    assert pool.num_open == 5
+
+
 def test_shutdown_while_blocks_are_being_opened(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
