@@ -88,8 +88,6 @@ class RankPool:
         """The pool of all ranks with an equal ``kind`` on this machine. If one of them cannot open
         the memory, each has its own."""
         _, ranks, _, memory, failures = _meet(peers, kind)
-        if memory is not None and len(ranks) == 1:
-            memory.close()
         if failures and len(ranks) > 1:
             logger.warning(
                 "%d ranks have the same KV but cannot share host memory, so each has a copy: %s",
@@ -97,6 +95,8 @@ class RankPool:
                 failures[0],
             )
         if failures or len(ranks) == 1:
+            if memory is not None:
+                memory.close()
             return cls(peers=peers)
         place = ranks.index(peers.rank)
         return cls(place, len(ranks), memory, peers, is_first=place == 0, num_sharing=len(ranks))
@@ -195,7 +195,7 @@ def _meet(
 ) -> tuple[int, list[int], list[Any], SharedMemory | None, list[str]]:
     """Meet the ranks with an equal ``kind`` on this machine, and open the memory of the first of
     them. Returns the number of all ranks, the ranks with this kind, their news, the memory (None if
-    one of these cannot open it), and their failures."""
+    this rank cannot open it), and their failures."""
     memory, address, failure = None, None, None
     try:
         memory = SharedMemory.create()
@@ -213,9 +213,6 @@ def _meet(
             memory, failure = None, str(error)
     all_failures = peers.gather(failure)
     failures = [all_failures[rank] for rank in ranks if all_failures[rank]]
-    if memory is not None and failures:
-        memory.close()
-        memory = None
     return len(met), ranks, [met[rank][2] for rank in ranks], memory, failures
 
 
