@@ -246,9 +246,10 @@ def test_a_shutdown_frees_the_memory(start_workers: StartWorkers) -> None:
 
 
 def test_a_rank_that_stores_nothing_samples_no_bandwidth(start_workers: StartWorkers) -> None:
-    num_samples = []
+    found = []
     for worker in start_workers([small_kv_memory()] * 2, Replicas(2)):
         run(worker, StepMetadata(stores=[Transfer.pairing(0, [1], [1])]))
-        samples = drain_stats(worker).samples(metrics.BANDWIDTH, Direction.STORE.value)
-        num_samples.append(len(samples))
-    assert sorted(num_samples) == [0, 1]
+        ledger, way = drain_stats(worker), Direction.STORE.value
+        samples = ledger.samples(metrics.BANDWIDTH, way)
+        found.append((len(samples), ledger(metrics.BYTES, way, "host")))
+    assert sorted(found) == [(0, 0), (1, worker.capacity.block_bytes)]
