@@ -226,7 +226,11 @@ class SecondTier(SecondTierHooks):
         on_device = self._on_device()
         for group in self._groups.chained_ids:
             keys = self._groups.keys(request.block_hashes, group)
-            lacking = (key for key in keys if not self._tier.has(key) and key not in on_device)
+            lacking = (
+                key
+                for key in keys
+                if not (self._tier.has(key) or key in self._coming or key in on_device)
+            )
             for key in islice(lacking, _FIRST_ASKED):
                 self._ask_for(self._objects.name(key), request.request_id)
         self._objects.flush()
@@ -395,10 +399,17 @@ class SecondTier(SecondTierHooks):
     ) -> Generator[None, None, bool]:
         """Ask for the blocks of groups between two tokens. Returns whether there are any."""
         request = fetch.request
-        lacking = [
-            (group, end, key, self._objects.name(key))
+        blocks = [
+            (group, end, key)
             for group, start, stop in parts
             for end, key in self._groups.keys_between(request.block_hashes, group, start, stop)
+        ]
+        # vLLM's tier must not be asked for an object that is read: if the read fails before the
+        # answer comes, vLLM 0.32's raises an exception.
+        fetch.found.update(key for *_, key in blocks if key in self._coming)
+        lacking = [
+            (group, end, key, self._objects.name(key))
+            for group, end, key in blocks
             if not (self._tier.has(key) or key in fetch.found)
         ]
         for *_, name in lacking:
@@ -472,7 +483,7 @@ class SecondTier(SecondTierHooks):
 
     def _start_reads(self) -> None:
         for fetch in self._fetches:
-            while fetch.unread and len(self._reading) < _MAX_READS:
+            while fetch.unread and len(self._reading) < _MAX_READS and not self._objects.error:
                 keys = list(islice(fetch.unread, self._per_read))
                 blocks = self._tier.allocate_for(keys, fetch.own)
                 if not blocks:

@@ -100,9 +100,9 @@ class Writes:
 
     def start(self) -> None:
         """Start what can be written now."""
-        while (
-            self._sealing and len(self._in_flight) < self._at_once and self._sealing[0].seals.done()
-        ):
+        while len(self._in_flight) < self._at_once and not self._objects.error:
+            if not (self._sealing and self._sealing[0].seals.done()):
+                break
             write = self._sealing.popleft()
             if not write.seals.cancelled():  # the helper's process has ended
                 self._write(write)

@@ -313,6 +313,20 @@ def test_a_bad_object_ends_what_is_fetched(
     assert server.fetch("abcdef") == 6
 
 
+def test_an_object_that_is_read_is_not_asked_for(server: Server) -> None:
+    """vLLM's fs tier raises an exception if the read fails before it has answered."""
+    first, second = begin(server), server.request("abcdefg")
+    server.second_tier.on_new_request(second)
+    assert server.ask(second)
+    assert server.behind.asked == {
+        second.request_id: {server.objects.name(server.keys("abcdefg")[-1])}
+    }
+    server.behind.end(server.behind.jobs[0], random.Random(0), DiskFaults(vanished=1.0))
+    server.step_until(lambda: not (server.ask(first) or server.ask(second)))
+    assert is_on(server)
+    assert results(server) == {"miss": 2}
+
+
 # How long a request waits
 
 
@@ -615,6 +629,29 @@ def test_a_tier_that_hangs_is_switched_off(
     server.empty()
     server.behind.drain_jobs()
     assert server.fetch("abcdef") == 6
+
+
+def test_nothing_is_begun_after_the_tier_has_raised_an_exception(
+    server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same step: it would never end."""
+    server.put_behind("uvw")
+    server.put("xyz")
+    server.step()  # sealed
+    requests = [server.request("abcdef"), server.request("uvw")]
+    assert server.ask(requests[0])
+    answer(server)
+    assert all(map(server.ask, requests))  # the first one's objects are known
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug of the tier")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.behind, "lookup", fail)
+        server.step()
+    assert (server.num_pinned, server.behind.jobs) == (0, [])
+    go_on(server, clock, MINUTE + 1)
+    assert is_on(server)
 
 
 @pytest.mark.parametrize("seconds", [MINUTE, 60 * MINUTE])

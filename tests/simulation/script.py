@@ -314,6 +314,7 @@ class Script:
             disk_speed=rng.choice([0.3, 0.6, 0.9]),
             disk_faults=faults,
             compute_speed=rng.choice([0.02, 0.1, 1.0]),
+            resets=rng.choice([0.0, 0.0, self.resets]),  # it is off after the first one
         )
 
     @property
