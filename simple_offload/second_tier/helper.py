@@ -1,6 +1,6 @@
 """Helper: does in another process what would take Python's lock once an object."""
 
-import sys
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,7 +31,7 @@ class Helper:
     Nothing here waits for the process but ``wait`` and ``close``. One thread calls all of it.
     """
 
-    def __init__(self, connect: Callable[[], Process], *, has_directory: bool = False) -> None:
+    def __init__(self, connect: Callable[[], Process]) -> None:
         """``connect``: start a process, and tell it what to work on. Raises OSError where that
         does."""
         self.clock: Callable[[], float] = time.monotonic
@@ -39,30 +39,18 @@ class Helper:
         self.error: Exception | None = None
         """Why the process can be used no more."""
         self.write_until = 0
-        """Bytes since the process's start at which to stop writing to the directory, as its last
-        scan has seen. Before, or if that failed: none."""
+        """Bytes since the process's start at which to stop writing. To a directory none are written
+        before its first scan, or after one that failed."""
         self._written = 0
-        self._is_ready = False
-        self._has_directory = has_directory
         self._connect = connect
         self._connection = connect()
         self._unanswered: dict[int, tuple[float, Future[Any]]] = {}
         self._last_id = 0
 
-    def wait_until_ready(self) -> None:
-        """Raises OSError if the process will not be."""
-        deadline = self.clock() + _START_SECONDS
-        while not self._is_ready:
-            self.poll(1.0)
-            if self.error is None and self.clock() > deadline:
-                self.error = OSError(f"its process did not start within {_START_SECONDS:.0f} s")
-            if self.error is not None:
-                self.close()
-                raise OSError(str(self.error)) from self.error
-
     def restart(self) -> None:
-        """Start another process in the place of one that has ended. It answers once it is ready."""
-        self._connection.close()
+        """Start another process in the place of one that has failed, and is killed if it has not
+        ended. The new one answers once it is ready."""
+        self._connection.close(0.0)
         try:
             self._connection = self._connect()
         except OSError as error:
@@ -84,16 +72,20 @@ class Helper:
         self._send((self._last_id, method.__name__, *arguments))
         return future
 
-    def tell(self, method: Callable[[Directory, *Arguments], None], *arguments: *Arguments) -> None:
-        """Have it call a method of its ``Directory``, if there is one."""
-        if self._has_directory:
-            self._send((0, method.__name__, *arguments))
+    def tell(
+        self,
+        method: Callable[[Directory, Sequence[str], *Arguments], None],
+        paths: Sequence[str],
+        *arguments: *Arguments,
+    ) -> None:
+        """Have it call a method of its ``Directory``, if there are ``paths``."""
+        if paths:
+            self._send((0, method.__name__, paths, *arguments))
 
     @property
     def room(self) -> int:
-        """Bytes that may still be written; those of writes in flight are not yet taken off.
-        ``sys.maxsize`` without a directory."""
-        return max(0, self.write_until - self._written) if self._has_directory else sys.maxsize
+        """Bytes that may still be written; those of writes in flight are not yet taken off."""
+        return max(0, self.write_until - self._written)
 
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
         """As ``Directory.on_written``."""
@@ -112,28 +104,28 @@ class Helper:
         if self.error is not None:
             return
         try:
-            messages = self._connection.receive(seconds)
+            for what, *arguments in self._connection.receive(seconds):
+                if what == "answer":
+                    number, answer = arguments
+                    _, future = self._unanswered.pop(number)
+                    future.set_result(answer)
+                elif what == "seen":
+                    [self.write_until] = arguments
+                elif what == "trouble":
+                    logger.warning(*arguments)
+                else:
+                    raise OSError(*arguments)
         except (EOFError, OSError) as error:
             self._fail(error)
-            return
-        for what, *arguments in messages:
-            if what == "answer":
-                number, answer = arguments
-                _, future = self._unanswered.pop(number)
-                future.set_result(answer)
-            elif what == "seen":
-                [self.write_until] = arguments
-            elif what == "trouble":
-                logger.warning(*arguments)
-            elif what == "refused":
-                self.error = OSError(*arguments)
-            else:
-                self._is_ready = True
 
-    def wait(self) -> None:
-        """Wait until all questions have answers, or the process has failed."""
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until all questions have answers, or the process has failed. It fails if it does not
+        answer within ``seconds``."""
+        deadline = self.clock() + seconds
         while self._unanswered and self.error is None:
             self.poll(1.0)
+            if self.clock() > deadline:
+                self._fail(TimeoutError(f"it did not answer within {seconds:.0f} s"))
 
     def close(self, seconds: float = 10.0) -> None:
         """Let the process do what it was told, and end. As ``Process.close``."""
@@ -165,6 +157,10 @@ def start_helper(rows: Rows, root: Path | None, max_bytes: int | None) -> Helper
         process.send((place, None if root is None else (str(root), max_bytes)))
         return process
 
-    helper = Helper(connect, has_directory=root is not None)
-    helper.wait_until_ready()
+    helper = Helper(connect)
+    helper.ask(Seals.make, (), ())  # it answers once it has opened the directory
+    helper.wait(_START_SECONDS)
+    if helper.error is not None:
+        helper.close()
+        raise OSError(str(helper.error)) from helper.error
     return helper

@@ -63,9 +63,10 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as connection:
 
         def receive() -> Iterator[Message]:
-            while data := connection.recv(RECEIVE_BYTES):
-                received.extend(data)
-                yield from take(received)
+            with suppress(ConnectionError):  # the parent has not waited for the last answers
+                while data := connection.recv(RECEIVE_BYTES):
+                    received.extend(data)
+                    yield from take(received)
 
         def send(what: str, *arguments: Any) -> None:
             with lock, suppress(OSError):  # the parent is gone
@@ -83,7 +84,9 @@ def main(descriptor: int) -> None:
         requests = receive()
         place, files = next(requests)
         seals = _map(*place)
-        if files is not None:
+        if files is None:
+            send("seen", sys.maxsize)
+        else:
             root, max_bytes = files
             try:
                 directory = Directory(
@@ -94,7 +97,6 @@ def main(descriptor: int) -> None:
                 return
             # A scan may take minutes. Other changes wait for none, and the process ends in one.
             threading.Thread(target=_scan_for_ever, args=[directory], daemon=True).start()
-        send("ready")
         with ThreadPoolExecutor(_NUM_THREADS) as checksums, ThreadPoolExecutor(1) as changes:
             for number, *request in requests:
                 (checksums if number else changes).submit(act, number, *request)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,9 @@ class Process:
         """Let the process end after what was sent, and wait for it. One that does not end in time
         is killed."""
         deadline = time.monotonic() + seconds
-        try:
-            while self._unsent and time.monotonic() < deadline:
-                self.receive(1.0)
-            self._socket.shutdown(socket.SHUT_WR)
-            while time.monotonic() < deadline:
-                self.receive(1.0)
-        except (EOFError, OSError):
-            pass  # it has ended
-        self._socket.close()
+        with self._socket, suppress(OSError):  # it has ended
+            self._socket.settimeout(seconds)
+            self._socket.sendall(self._unsent)
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

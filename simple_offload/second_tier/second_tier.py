@@ -517,8 +517,7 @@ class SecondTier(SecondTierHooks):
         self._helper.poll()
         for fetch in self._fetches:
             while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
-                num_whole = 0 if check.cancelled() else check.result()
-                self._commit(fetch, fetch.reads.popleft(), num_whole)
+                self._commit(fetch, fetch.reads.popleft(), check)
             if fetch.ended and fetch.num_brought:
                 brought = fetch.num_tokens * fetch.num_brought // len(fetch.ends)
                 self.speeds.on_fetched(brought, self._now() - fetch.began)
@@ -526,15 +525,17 @@ class SecondTier(SecondTierHooks):
         if self.is_on and (self._objects.error or self._helper.error):
             self._switch_off("has failed")
 
-    def _commit(self, fetch: _Fetch, read: _Read, num_whole: int) -> None:
+    def _commit(self, fetch: _Fetch, read: _Read, check: "Future[int]") -> None:
         """Make the blocks of a read findable, up to the first that is not whole. What lies behind
         a block that is missing is of no use."""
+        num_whole = 0 if check.cancelled() else check.result()
         for key in read.keys:
             self._coming.pop(key, None)
         self._meter.add(metrics.SECOND_TIER_BYTES, num_whole * self._rows.num_bytes, "read")
         num_brought = 0 if fetch.state is _State.FAILED else num_whole
         if num_whole < len(read.keys):
-            self._on_bad(read.names[num_whole])
+            if not check.cancelled():  # the helper's process has ended
+                self._on_bad(read.names[num_whole])
             fetch.state = _State.FAILED
             self._give_up(fetch)
         fetch.num_brought += num_brought

@@ -103,7 +103,8 @@ class Server:
         files |= {"n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
         self.connection = LocalConnection(rows)
-        helper = Helper(lambda: self.connection, has_directory=disk is None)
+        helper = Helper(lambda: self.connection)
+        helper.poll()
         if disk is None:
             self.directory = self.connection.directory = Directory(
                 root, max_bytes, partial(setattr, helper, "write_until"), logging.warning

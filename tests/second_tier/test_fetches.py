@@ -562,8 +562,9 @@ def test_without_its_process_the_tier_is_off_until_it_gets_another_one(
     server.connection.is_held = False
     go_on(server, clock, MINUTE)
     assert is_on(server)
-    server.put_behind("uvw")
-    assert server.fetch("uvw") == 3
+    assert server.connection.patience == 0, "the engine waits for the process"
+    assert server.fetch("abcdef") == 6, "its objects were not the trouble"
+    assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 0
 
 
 @pytest.mark.parametrize("waits_for", ["seals", "a check"])

@@ -146,6 +146,21 @@ def test_another_process_takes_the_place_of_a_killed_one(
     assert seals.result() == Seals(rows.array, SEAL_BYTES).make([3], NAMES[3:])
 
 
+def test_a_process_that_may_not_use_the_directory_any_more_answers_nothing(
+    helper: Helper, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """Whoever waits for an answer is told so."""
+    processes[0].kill()
+    poll_until(helper, lambda: helper.error is not None)
+    (tmp_path / "objects").rename(tmp_path / "away")
+    (tmp_path / "objects").touch()
+    helper.restart()
+    count = helper.ask(Seals.count_whole, [1], [b"name"])
+    helper.wait()
+    assert "objects cannot be kept in" in str(helper.error)
+    assert (count.cancelled(), helper.waiting_since) == (True, None)
+
+
 def test_nothing_waits_for_a_stopped_process(
     helper: Helper, processes: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -1,6 +1,7 @@
 """A second tier under script, behind vLLM's own interface of second tiers."""
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -262,11 +263,14 @@ class LocalConnection(Process):
         self.directory: Directory | None = None
         self._seals = Seals(rows.array, SEAL_BYTES)
         self._requests: list[Message] = []
-        self._answers: list[Message] = []
+        self.messages: list[Message] = [("seen", sys.maxsize)]
+        """To its parent."""
         self.is_held = False
         """Whether requests wait until ``release``."""
         self.is_dead = False
         """Whether the process has ended."""
+        self.patience: float | None = None
+        """Seconds that its end was waited for, once it was."""
 
     def send(self, message: Message) -> None:
         if self.is_dead:
@@ -283,18 +287,20 @@ class LocalConnection(Process):
         """Answer all requests so far."""
         self.is_held = False
         for number, what, *arguments in self._requests:
-            self._answers.append(("answer", number, getattr(self._seals, what)(*arguments)))
+            self.messages.append(("answer", number, getattr(self._seals, what)(*arguments)))
         self._requests.clear()
 
     def receive(self, seconds: float = 0.0) -> list[Message]:
         if self.is_dead:
             raise EOFError("its process has ended")
-        answers, self._answers = self._answers, []
-        return answers
+        messages, self.messages = self.messages, []
+        return messages
 
     def close(self, seconds: float = 0.0) -> None:
         """Another process would know nothing of this one's requests."""
         self._requests.clear()
+        self.patience = seconds
+        self.messages = [("seen", sys.maxsize)]
 
 
 def scripted_clock(now: Callable[[], float], disk: ScriptedDisk) -> Callable[[], None]:
