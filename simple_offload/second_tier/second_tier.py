@@ -1,5 +1,6 @@
 """SecondTier: objects behind host memory, fetched ahead and written behind."""
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -7,7 +8,6 @@ from collections.abc import Callable, Collection, Container, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -72,16 +72,6 @@ class _Read:
     """The number of objects, from the first on, that are whole and the right ones."""
 
 
-class _State(Enum):
-    ASKING = auto()
-    PLANNED = auto()
-    """The objects to fetch are known; maybe none."""
-    SLOWER = auto()
-    """Fetching would take longer than computing: nothing is fetched."""
-    FAILED = auto()
-    """An object was missing or bad, or all have become useless: what still comes is not kept."""
-
-
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """What one request asks for and fetches. It may outlive the request's wait."""
@@ -95,7 +85,12 @@ class _Fetch:
     """When the request goes on without."""
     asking: Iterator[None] = field(init=False)
     """Asks, takes the answers that there are at each ``next``, and plans after the last one."""
-    state: _State = _State.ASKING
+    is_asking: bool = True
+    """Whether it is not known yet what there is to fetch."""
+    result: str = "miss"
+    """How the request's wait ends, unless it is late or a source has failed."""
+    has_failed: bool = False
+    """An object was missing or bad, or all have become useless: what still comes is not kept."""
     chain_end: int | None = None
     """The token that the first missing block of a chain ends before."""
     found: set[BlockHashWithGroupId] = field(default_factory=set)
@@ -170,10 +165,8 @@ class SecondTier(SecondTierHooks):
         were fetched for a request, each time some can be found, and the places of useless ones.
         ``always``: fetch, however slow that is."""
         # Whether it is used: a tier that fails must not end the server.
-        self.is_on = True
-        """Whether objects are asked for, read and written."""
         self._off_since: float | None = None
-        """When it was switched off, if it is to come back."""
+        """When it was switched off. Infinite: for good."""
 
         # Times: the engine takes note of what has ended in its steps only, and may stand still.
         self._now = EngineTime(self.clock, LONGEST_STEP)
@@ -214,6 +207,11 @@ class SecondTier(SecondTierHooks):
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         """By name of an object that could not be read, when that was."""
         self._per_read = max(1, _READ_BYTES // rows.num_bytes)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether objects are asked for, read and written."""
+        return self._off_since is None
 
     # Fetch ahead
 
@@ -256,17 +254,15 @@ class SecondTier(SecondTierHooks):
             fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, self._now(), limit)
             fetch.asking = self._ask(fetch)
             self._waits[request_id] = fetch
-        if fetch.state is _State.ASKING:
+        if fetch.is_asking:
             fetch.num_hit_tokens = num_hit_tokens
             next(fetch.asking, None)
-        is_asking = fetch.state is _State.ASKING
-        if not is_asking and all(source.ended for source in fetch.sources):
-            has_failed = any(source.state is _State.FAILED for source in fetch.sources)
-            result = "hit" if fetch.num_tokens and not has_failed else "miss"
-            self._end_wait(request_id, "slower" if fetch.state is _State.SLOWER else result)
+        if not fetch.is_asking and all(source.ended for source in fetch.sources):
+            has_failed = any(source.has_failed for source in fetch.sources)
+            self._end_wait(request_id, "miss" if has_failed else fetch.result)
             return False
         if self.clock() >= fetch.limit:
-            if is_asking:  # the answers take so long, or never come
+            if fetch.is_asking:  # the answers take so long, or never come
                 self.speeds.on_answered(self._now() - fetch.began)
             self._end_wait(request_id, "late")
             return False
@@ -301,8 +297,7 @@ class SecondTier(SecondTierHooks):
             self._last_tokens = self.clock()
         self._poll()
         self._has_polled = False
-        if self._off_since is not None:
-            self._come_back()
+        self._come_back()
         if self.is_on:
             # vLLM may not come to these requests in a step, while it has no room for more.
             for fetch in self._waits.values():
@@ -327,21 +322,21 @@ class SecondTier(SecondTierHooks):
 
     @_guarded
     def reset(self) -> None:
-        if self.is_on or self._off_since is not None:
+        if self._off_since != math.inf:
             logger.warning(
                 "The host tier was reset, which may mean other weights: the second tier is off "
                 "until the server starts again"
             )
-        self._close()
+        self._close(math.inf)
         for fetch in self._fetches:
-            fetch.state = _State.FAILED
+            fetch.has_failed = True
 
     def close_for(self, error: Exception) -> None:
         """An exception here: the server goes on without the tier."""
-        if self.is_on or self._off_since is not None:
+        if self._off_since != math.inf:
             logger.error("The second tier is off until the server starts again", exc_info=error)
         with suppress(Exception):
-            self._close()
+            self._close(math.inf)
         self._waits.clear()
 
     def shutdown(self, seconds: float = _CLOSE_SECONDS) -> None:
@@ -433,7 +428,7 @@ class SecondTier(SecondTierHooks):
 
     def _plan(self, fetch: _Fetch) -> None:
         """Decide what to fetch: what a lookup needs for the longest prefix."""
-        fetch.state = _State.PLANNED
+        fetch.is_asking = False
         if not fetch.found:
             return
         request, start = fetch.request, fetch.num_computed_tokens
@@ -446,8 +441,9 @@ class SecondTier(SecondTierHooks):
         if num_tokens <= fetch.num_hit_tokens:
             return
         if not self.speeds.should_fetch():
-            fetch.state = _State.SLOWER
+            fetch.result = "slower"
             return
+        fetch.result = "hit"
         fetch.num_tokens = num_tokens - fetch.num_hit_tokens
         for end, key in needed:
             if self._tier.has(key):
@@ -471,7 +467,7 @@ class SecondTier(SecondTierHooks):
             self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
         if fetch is None:
             return
-        if fetch.state is _State.ASKING:
+        if fetch.is_asking:
             self._objects.on_answered(request_id)
         while fetch.sources:
             source = fetch.sources.pop()
@@ -532,11 +528,11 @@ class SecondTier(SecondTierHooks):
         for key in read.keys:
             self._coming.pop(key, None)
         self._meter.add(metrics.SECOND_TIER_BYTES, num_whole * self._rows.num_bytes, "read")
-        num_brought = 0 if fetch.state is _State.FAILED else num_whole
+        num_brought = 0 if fetch.has_failed else num_whole
         if num_whole < len(read.keys):
             if not check.cancelled():  # the helper's process has ended
                 self._on_bad(read.names[num_whole])
-            fetch.state = _State.FAILED
+            fetch.has_failed = True
             self._give_up(fetch)
         fetch.num_brought += num_brought
         on_device = self._on_device()
@@ -577,8 +573,7 @@ class SecondTier(SecondTierHooks):
 
     def _switch_off(self, reason: str) -> None:
         """For a while. Reads and writes under way go on."""
-        self._close()
-        self._off_since = self._stepped()
+        self._close(self._stepped())
         logger.error(
             "The second tier %s and is switched off. The server goes on without it, and tries it "
             "again in %.0f s",
@@ -588,19 +583,19 @@ class SecondTier(SecondTierHooks):
 
     def _come_back(self) -> None:
         """Switch the tier on again after some time, once nothing of before is under way."""
-        assert self._off_since is not None
+        if self._off_since is None or self._stepped() - self._off_since < _RETRY_SECONDS:
+            return
         under_way = (self._fetches, self._reading, self.writes.beginnings)
-        is_open = any(under_way) or self._helper.waiting_since is not None
-        if is_open or self._stepped() - self._off_since < _RETRY_SECONDS:
+        if any(under_way) or self._helper.waiting_since is not None:
             return
         self._objects.error = None
         if self._helper.error is not None:
             self._helper.restart()
-        self.is_on, self._off_since = True, None
+        self._off_since = None
         logger.info("The second tier is switched on again")
 
-    def _close(self) -> None:
-        self.is_on, self._off_since = False, None
+    def _close(self, since: float) -> None:
+        self._off_since = since
         self.writes.forget()
         for request_id in [*self._waits]:
             self._end_wait(request_id, "late")

@@ -44,10 +44,10 @@ offer_blocks_before_they_are_read = mutation(
 # vLLM's tier may still write to them.
 free_blocks_when_the_request_goes_on = mutation(
     SecondTier._end_wait,
-    "if fetch.state is _State.ASKING:",
+    "if fetch.is_asking:",
     "for read in fetch.reads if result == 'late' else ():\n"
     "    if read.check is None: self._tier.unpin(read.blocks)\n"
-    "if fetch.state is _State.ASKING:",
+    "if fetch.is_asking:",
     LATE_OBJECTS.beginning_with(11),
 )
 # The policy does not know yet what the device has let go of in this step.
