@@ -5,13 +5,13 @@ It imports neither torch nor vLLM, which take seconds.
 
 import mmap
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from simple_offload.second_tier.directory import Directory
-from simple_offload.second_tier.process import RECEIVE_BYTES, Message, pack, take
 from simple_offload.second_tier.seals import Seals
 
 _NUM_THREADS = 2
@@ -48,8 +47,9 @@ def _scan_for_ever(directory: Directory) -> None:
         time.sleep(max(_PAUSE_SECONDS, _PAUSE_SCANS * (time.monotonic() - began_at)))
 
 
-def main(descriptor: int) -> None:
-    """Do what comes from the socket ``descriptor``, until it ends: with the parent, or before.
+def main() -> None:
+    """Do what comes from the parent, by the socket that is standard input, until that ends: with
+    the parent, or before.
 
     The first message has the place of the rows, and the arguments of a Directory, or None. Then
     come names of methods: of ``Seals``, with an id for the answer, or of the directory, with 0.
@@ -58,31 +58,24 @@ def main(descriptor: int) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     lock = threading.Lock()
-    received = bytearray()
     directory: Directory | None = None
-    with socket.socket(fileno=descriptor) as connection:
+    connection = socket.socket(fileno=sys.stdin.fileno())
 
-        def receive() -> Iterator[Message]:
-            with suppress(ConnectionError):  # the parent has not waited for the last answers
-                while data := connection.recv(RECEIVE_BYTES):
-                    received.extend(data)
-                    yield from take(received)
+    def send(what: str, *arguments: Any) -> None:
+        with lock, suppress(OSError):  # the parent is gone
+            connection.sendall(pickle.dumps((what, *arguments)))
 
-        def send(what: str, *arguments: Any) -> None:
-            with lock, suppress(OSError):  # the parent is gone
-                connection.sendall(pack((what, *arguments)))
+    def act(number: int, what: str, *arguments: Any) -> None:
+        try:
+            answer = getattr(seals if number else directory, what)(*arguments)
+            if number:
+                send("answer", number, answer)
+        except Exception:  # noqa: BLE001 - without an end, the parent would wait
+            traceback.print_exc()
+            connection.shutdown(socket.SHUT_RDWR)
 
-        def act(number: int, what: str, *arguments: Any) -> None:
-            try:
-                answer = getattr(seals if number else directory, what)(*arguments)
-                if number:
-                    send("answer", number, answer)
-            except Exception:  # noqa: BLE001 - without an end, the parent would wait
-                traceback.print_exc()
-                connection.shutdown(socket.SHUT_RDWR)
-
-        requests = receive()
-        place, files = next(requests)
+    with connection, connection.makefile("rb") as received:
+        place, files = pickle.load(received)  # noqa: S301 - from our own parent
         seals = _map(*place)
         if files is None:
             send("seen", sys.maxsize)
@@ -97,10 +90,15 @@ def main(descriptor: int) -> None:
                 return
             # A scan may take minutes. Other changes wait for none, and the process ends in one.
             threading.Thread(target=_scan_for_ever, args=[directory], daemon=True).start()
-        with ThreadPoolExecutor(_NUM_THREADS) as checksums, ThreadPoolExecutor(1) as changes:
-            for number, *request in requests:
+        with (
+            ThreadPoolExecutor(_NUM_THREADS) as checksums,
+            ThreadPoolExecutor(1) as changes,
+            suppress(EOFError, ConnectionError, pickle.UnpicklingError),  # the end, at any place
+        ):
+            while True:
+                number, *request = pickle.load(received)  # noqa: S301
                 (checksums if number else changes).submit(act, number, *request)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

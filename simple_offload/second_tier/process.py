@@ -1,5 +1,6 @@
 """Process: another Python process, which gets and sends messages."""
 
+import io
 import os
 import pickle
 import select
@@ -16,9 +17,8 @@ from simple_offload.logs import get_logger
 
 logger = get_logger(__name__)
 
-RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 20
 """Most that is received at once."""
-_LENGTH_BYTES = 8
 
 Message = tuple[Any, ...]
 
@@ -33,23 +33,23 @@ class Process:
     """
 
     def __init__(self, module: str, descriptors: Sequence[int] = ()) -> None:
-        """Run ``module`` with the descriptor of its socket as its argument. The process inherits
-        ``descriptors``. Raises OSError if it cannot be started."""
+        """Run ``module``, whose standard input is its end of the socket: pickles go both ways. The
+        process inherits ``descriptors``. Raises OSError if it cannot be started."""
         self._socket, theirs = socket.socketpair()
         self._unsent = bytearray()
         self._received = bytearray()
         with theirs:
             path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", module],
                 env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *descriptors],
+                stdin=theirs.fileno(),
+                pass_fds=descriptors,
             )
 
     def send(self, message: Message) -> None:
         """Raises OSError if the process has ended."""
-        self._unsent += pack(message)
+        self._unsent += pickle.dumps(message)
         self._flush()
 
     def receive(self, seconds: float = 0.0) -> list[Message]:
@@ -61,13 +61,20 @@ class Process:
             poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             poll.poll(1000 * seconds)
         try:
-            data = self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         if not data:
             raise EOFError(f"its process has ended (exit code {self._process.poll()})")
         self._received += data
-        return take(self._received)
+        messages: list[Message] = []
+        received, end = io.BytesIO(self._received), 0
+        with suppress(EOFError, pickle.UnpicklingError):  # of the last one, a part has come
+            while True:
+                messages.append(pickle.load(received))  # noqa: S301 - from our own process
+                end = received.tell()
+        del self._received[:end]
+        return messages
 
     def close(self, seconds: float = 10.0) -> None:
         """Let the process end after what was sent, and wait for it. One that does not end in time
@@ -89,24 +96,3 @@ class Process:
             except BlockingIOError:
                 return
             del self._unsent[:num_sent]
-
-
-def pack(message: Message) -> bytes:
-    """The bytes of a message."""
-    data = pickle.dumps(message)
-    return len(data).to_bytes(_LENGTH_BYTES) + data
-
-
-def take(received: bytearray) -> list[Message]:
-    """Take the whole messages from what has come so far."""
-    messages: list[Message] = []
-    start = 0
-    while len(received) >= start + _LENGTH_BYTES:
-        data_start = start + _LENGTH_BYTES
-        end = data_start + int.from_bytes(received[start:data_start])
-        if len(received) < end:
-            break
-        messages.append(pickle.loads(received[data_start:end]))  # noqa: S301 - from our own process
-        start = end
-    del received[:start]
-    return messages

@@ -1,6 +1,5 @@
 """The helper's process where a scan takes minutes."""
 
-import sys
 import time
 from unittest.mock import patch
 
@@ -9,4 +8,4 @@ from simple_offload.second_tier.directory import Directory
 
 if __name__ == "__main__":
     with patch.object(Directory, "scan", lambda _: time.sleep(600)):
-        helper_main.main(int(sys.argv[1]))
+        helper_main.main()
