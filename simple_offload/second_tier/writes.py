@@ -2,7 +2,7 @@
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -33,14 +33,9 @@ _PAUSE_SECONDS = 30.0
 """Pause of writes after one has failed: the disk may be full."""
 
 
-class _Block(NamedTuple):
-    key: BlockHashWithGroupId
-    name: OffloadKey
-    row: int
-
-
 class _Write(NamedTuple):
-    blocks: Sequence[_Block]
+    rows: dict[BlockHashWithGroupId, int]
+    """By key of a block, where it is."""
     seals: "Future[list[bytes]]"
     began: float
 
@@ -107,22 +102,21 @@ class Writes:
             if not write.seals.cancelled():  # the helper's process has ended
                 self._write(write)
         while (count := self._num_writable) > 0:
-            blocks: list[_Block] = []
-            while self._waiting and len(blocks) < count:
+            rows: dict[BlockHashWithGroupId, int] = {}
+            while self._waiting and len(rows) < count:
                 key, _ = self._waiting.popitem(last=False)
                 if found := self._tier.ids_of([key]):
-                    blocks.append(_Block(key, self._objects.name(key), *found))
+                    [rows[key]] = found
                 else:
                     self._meter.add(metrics.SECOND_TIER_DROPPED, 1, "evicted")
-            if blocks:
-                _, names, rows = zip(*blocks, strict=True)
-                seals = self._helper.ask(Seals.make, rows, names)
-                self._sealing.append(_Write(blocks, seals, self._now()))
+            if rows:
+                seals = self._helper.ask(Seals.make, [*rows.values()], self._names(rows))
+                self._sealing.append(_Write(rows, seals, self._now()))
 
     def on_ended(self, write_id: int, *, ok: bool) -> None:
         """A write has ended."""
-        write = self._in_flight.pop(write_id)
-        num_bytes = len(write.blocks) * self._rows.num_bytes
+        rows = self._in_flight.pop(write_id).rows
+        num_bytes = len(rows) * self._rows.num_bytes
         if ok:
             self._meter.add(metrics.SECOND_TIER_BYTES, num_bytes, "write")
         else:
@@ -134,11 +128,10 @@ class Writes:
                 )
             self._paused_until = now + _PAUSE_SECONDS
         # A write that failed may have written some of them.
-        names = [block.name for block in write.blocks]
-        self._helper.on_written(self._objects.paths(names), num_bytes)
+        self._helper.on_written(self._objects.paths(self._names(rows)), num_bytes)
         # Some blocks have changed since: their seal does not fit.
-        names = [block.name for block in write.blocks if not self._is_unchanged(block)]
-        self._helper.tell(Directory.remove, self._objects.paths(names))
+        changed = self._names(key for key in rows if not self._is_unchanged(key, rows[key]))
+        self._helper.tell(Directory.remove, self._objects.paths(changed))
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
@@ -160,26 +153,25 @@ class Writes:
         if is_busy or not self._waiting or self._now.clock() < self._paused_until:
             return 0
         writes = (*self._sealing, *self._in_flight.values())
-        num_objects = sum(len(write.blocks) for write in writes)
+        num_objects = sum(len(write.rows) for write in writes)
         room = self._helper.room - num_objects * self._rows.num_bytes
         return max(0, min(self._per_write, room // self._rows.num_bytes))
 
-    def _is_unchanged(self, block: _Block) -> bool:
+    def _names(self, keys: Iterable[BlockHashWithGroupId]) -> list[OffloadKey]:
+        return [self._objects.name(key) for key in keys]
+
+    def _is_unchanged(self, key: BlockHashWithGroupId, row: int) -> bool:
         """Whether a block still has the contents to be written."""
-        return self._tier.ids_of([block.key]) == [block.row]
+        return self._tier.ids_of([key]) == [row]
 
     def _write(self, write: _Write) -> None:
         """Begin a write whose seals are known, without blocks that have lost their contents. Such a
         seal may be that of other bytes, and a read may be filling that row."""
-        sealed = [
-            (block, seal)
-            for block, seal in zip(write.blocks, write.seals.result(), strict=True)
-            if self._is_unchanged(block)
-        ]
-        num_lost = len(write.blocks) - len(sealed)
-        self._meter.add(metrics.SECOND_TIER_DROPPED, num_lost, "evicted")
-        if sealed:
-            blocks, seals = zip(*sealed, strict=True)
-            _, names, rows = zip(*blocks, strict=True)
-            self._rows.seal(rows, seals)
-            self._in_flight[self._objects.write(names, rows)] = write._replace(blocks=blocks)
+        sealed = zip(write.rows.items(), write.seals.result(), strict=True)
+        seals = {key: seal for (key, row), seal in sealed if self._is_unchanged(key, row)}
+        rows = {key: write.rows[key] for key in seals}
+        self._meter.add(metrics.SECOND_TIER_DROPPED, len(write.rows) - len(rows), "evicted")
+        if rows:
+            self._rows.seal([*rows.values()], [*seals.values()])
+            write_id = self._objects.write(self._names(rows), [*rows.values()])
+            self._in_flight[write_id] = write._replace(rows=rows)
