@@ -183,8 +183,10 @@ class ScriptedTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._may_raise()
+        others = self.asked.values()
         for key in self.asked.pop(req_context.req_id, ()):
-            self._answers.pop(key, None)
+            if not any(key in asked for asked in others):
+                self._answers.pop(key, None)
 
     def drain_jobs(self) -> None:
         self._disk.finish()
@@ -200,11 +202,9 @@ class ScriptedTier(SecondaryTierManager):
     # As the disk
 
     def answer(self, rng: random.Random, speed: float) -> None:
-        """Answer some questions, and forget some answers: other servers write and remove."""
-        for key, answer in [*self._answers.items()]:
-            if answer is not None and rng.random() < 0.02:
-                del self._answers[key]
-            elif rng.random() < speed:
+        """Answer some questions."""
+        for key, answer in self._answers.items():
+            if answer is None and rng.random() < speed:
                 self._answers[key] = key in self._disk.objects
 
     def end(self, each: _Job, rng: random.Random, faults: DiskFaults) -> None:
