@@ -57,10 +57,10 @@ def plan_engine(config: str, **options: Any) -> tuple[VllmConfig, KVCacheConfig]
     of a rank's KV cache, with a drafter's layers. ``options``: of vLLM's EngineArgs. Changes vLLM's
     CPU platform in this process. Raises what vLLM raises."""
     given = json.loads(Path(config).read_text(encoding="utf-8"))
-    # Weights decide nothing here, and their quantization may need kernels that this machine lacks.
-    quantization = given.pop("quantization_config", None)
-    if quantization and options.get("kv_cache_dtype", "auto") == "auto":
-        options["kv_cache_dtype"] = get_kv_cache_quant_algo_string(quantization) or "auto"
+    if options.get("kv_cache_dtype", "auto") == "auto":
+        options["kv_cache_dtype"] = _dtype_of_checkpoint(Path(config), given)
+    for each in (given, given.get("text_config") or {}):
+        _drop_quantization_of_weights(each)
     if current_platform.device_type == "cpu":
         from simple_offload.sizing import gpu_rules  # not every build can import it
 
@@ -115,6 +115,31 @@ def describe(vllm_config: VllmConfig, planned: KVCacheConfig) -> dict[str, Any]:
         "block_bytes": _ROOM // planned.num_blocks,
         "groups": groups,
     }
+
+
+def _dtype_of_checkpoint(config: Path, given: dict[str, Any]) -> str:
+    """The KV cache's dtype that ModelOpt has chosen, or "auto". Its older checkpoints have a file
+    for it."""
+    file = config.with_name("hf_quant_config.json")
+    quantization = given.get("quantization_config")
+    if quantization is None and file.exists():
+        quantization = json.loads(file.read_text(encoding="utf-8"))
+    if not quantization:
+        return "auto"
+    # As vLLM names the method of these checkpoints.
+    method = "modelopt" if quantization.get("producer", {}).get("name") == "modelopt" else ""
+    return get_kv_cache_quant_algo_string({"quant_method": method} | quantization) or "auto"
+
+
+def _drop_quantization_of_weights(config: dict[str, Any]) -> None:
+    """Weights decide nothing here, and their quantization may need kernels that this machine lacks.
+    llm-compressor's configuration has the KV cache's dtype too, which layers of attention take from
+    it (those of MLA do not)."""
+    for key in ("quantization_config", "compression_config"):
+        quantization = config.pop(key, None) or {}
+        is_compressor = "compressed" in quantization.get("quant_method", "")
+        if is_compressor and quantization.get("kv_cache_scheme"):
+            config[key] = quantization | {"config_groups": {}}
 
 
 def _import_models(architectures: list[str]) -> None:

@@ -97,15 +97,47 @@ BLOOM: dict[str, Any] = {
     "n_head": 16,
     "torch_dtype": "bfloat16",
 }
-FP8_KV = {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
+QWEN_2_AUDIO: dict[str, Any] = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"],
+    "model_type": "qwen2_audio",
+    "text_config": LLAMA_8B
+    | {"model_type": "qwen2", "quantization_config": DEEPSEEK_V3["quantization_config"]},
+}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+}
+LLM_COMPRESSOR = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+        }
+    },
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
+
+
+def quantized(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
+    return config | {"quantization_config": quantization}
+
+
+FP8_KV = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
 
 BF16, FP32 = 2, 4
-CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "llama": (LLAMA_8B, {}),
     "llama, 2 ranks": (LLAMA_8B, {"tensor_parallel_size": 2}),
     "llama, 16 ranks": (LLAMA_8B, {"tensor_parallel_size": 16}),
     "llama, fp8": (LLAMA_8B, {"kv_cache_dtype": "fp8"}),
-    "llama, fp8 by its checkpoint": (LLAMA_8B | FP8_KV, {}),
+    "llama, fp8 by its checkpoint": (quantized(LLAMA_8B, FP8_KV), {}),
+    "llama, fp8 by modelopt": (quantized(LLAMA_8B, MODELOPT), {}),
+    "llama, fp8 by modelopt's file": (LLAMA_8B, {}, MODELOPT),
+    "llama, fp8 by llm-compressor": (quantized(LLAMA_8B, LLM_COMPRESSOR), {}),
+    "v3, fp8 by llm-compressor": (quantized(DEEPSEEK_V3, LLM_COMPRESSOR), {}),
+    "audio": (QWEN_2_AUDIO, {}),
     "llama, larger blocks": (LLAMA_8B, {"block_size": 64}),
     "v3": (DEEPSEEK_V3, {"tensor_parallel_size": 8}),
     "v3.2": (DEEPSEEK_V32, {"tensor_parallel_size": 8}),
@@ -133,6 +165,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unknown": (LLAMA_8B | {"architectures": ["LamaForCausalLM"], "model_type": "lama"}, {}),
     "unknown type": (LLAMA_8B, {"kv_cache_dtype": "fp7"}),
 }
+"""Configuration, options, and the content of hf_quant_config.json if there is one."""
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +175,12 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plans")
     (folder / "config.json").write_text(json.dumps(EAGLE_3))
     arguments = []
-    for number, (config, changed) in enumerate(CASES.values()):
-        path = folder / f"{number}.json"
+    for number, (config, changed, *beside) in enumerate(CASES.values()):
+        path = folder / f"{number}" / "config.json"
+        path.parent.mkdir()
         path.write_text(json.dumps(config))
+        for quantization in beside:
+            path.with_name("hf_quant_config.json").write_text(json.dumps(quantization))
         options = {"tensor_parallel_size": 1, "kv_cache_dtype": "auto", "block_size": None}
         given = {"config": str(path), **options, **changed}
         if (drafter := given.get("speculative_config")) and "model" in drafter:
@@ -184,6 +220,11 @@ SPARSE_FP8 = 512 + 4 * FP32 + 64 * BF16
         ("llama, 16 ranks", 32 * KV * BF16 // 8, 128 * 1024, 2),
         ("llama, fp8", 32 * KV, 64 * 1024, 1),
         ("llama, fp8 by its checkpoint", 32 * KV, 64 * 1024, 1),
+        ("llama, fp8 by modelopt", 32 * KV, 64 * 1024, 1),
+        ("llama, fp8 by modelopt's file", 32 * KV, 64 * 1024, 1),
+        ("llama, fp8 by llm-compressor", 32 * KV, 64 * 1024, 1),
+        ("v3, fp8 by llm-compressor", 61 * LATENT * BF16, 70272, 1),  # vLLM has no fp8 here
+        ("audio", 32 * KV * BF16, 128 * 1024, 1),  # the text model's weights are quantized
         ("bloom", 2 * 24 * 1024 * BF16, 2 * 24 * 1024 * BF16, 1),  # reads constants back
         # Latents are the same on all ranks.
         ("v3", 61 * LATENT * BF16, 70272, 8),
