@@ -29,7 +29,7 @@ from simple_offload.cli.transfer_config import (
     check_transfer_config,
     read_transfer_config,
 )
-from simple_offload.config import ConfigError
+from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.ranks import Ranks
 
 WOULD_FAIL = 1
@@ -106,7 +106,7 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
         check_lock_limit(wanted, backend.get("name", "HostBackend") != "HostBackend"),
         check_numa(backend.get("nodes", [])),
         check_huge_pages(),
-        *([check_second_tier(config.second_tier)] if config and config.second_tier else []),
+        *_check_second_tier(config, found, ranks),
         *(ok(name, os.environ[name]) for name in _VARIABLES if name in os.environ),
     ]
 
@@ -189,6 +189,19 @@ def _check_backend(found: Found) -> list[Check]:
     elif "vllm" in found.values:
         checks.append(error("backend", "none", found.errors.get("backend", "not checked")))
     return checks
+
+
+def _check_second_tier(config: OffloadConfig | None, found: Found, ranks: Ranks) -> list[Check]:
+    if config is None or config.second_tier is None:
+        return []
+    _, _, refusal = found.errors.get("second_tier", "").partition("ConfigError: ")
+    if found.values.get("backend", {}).get("name") == "NpuBackend":
+        refusal = "an NPU's runtime owns host memory. Allowed: no second_tier"
+    elif ranks.num_local not in (None, ranks.num):
+        refusal = "its objects have the pages of all ranks. Allowed: one machine, or no second_tier"
+    if refusal:
+        return [error("second tier", config.second_tier.type, refusal)]
+    return [check_second_tier(config.second_tier)]
 
 
 def _show(checks: list[Check], num_errors: int) -> None:

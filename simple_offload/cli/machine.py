@@ -85,15 +85,17 @@ def check_second_tier(config: SecondTierConfig) -> Check:
     root_dir = config.options.get("root_dir")
     if config.type != "fs" or not isinstance(root_dir, str):
         return ok("second tier", f"{config.type}, not tried")
-    root = Path(root_dir).resolve()
-    while not root.exists():
-        root = root.parent
+    root = Path(root_dir).absolute()
     try:
+        root = root.resolve()
+        while not root.exists():
+            root = root.parent
         tempfile.TemporaryFile(dir=root).close()
     except OSError as problem:
         return error("second tier", f"{root}: {problem}", "choose another root_dir")
     systems = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
-    kind = next(systems[str(each)] for each in (root, *root.parents) if str(each) in systems)
+    known = [systems[str(each)] for each in (root, *root.parents) if str(each) in systems]
+    kind = next(iter(known), "unknown file system")  # as in a chroot
     disk = shutil.disk_usage(root)
     found = f"{root}: {kind}, {disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f} GiB"
     if config.bytes is not None and config.bytes > disk.total:

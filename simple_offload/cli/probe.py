@@ -31,14 +31,15 @@ class Found(NamedTuple):
 def probe(given: TransferConfig, seconds: float = 240) -> Found:
     """Run the process, which may take ``seconds``."""
     wanted = {key: str(given.extra.get(key, "auto")) for key in ("backend", "copy_path")}
-    options = {**wanted, "kv_transfer_config": given.whole}
+    second_tier = given.extra.get("second_tier")
+    options = {**wanted, "kv_transfer_config": given.whole, "second_tier": second_tier}
     found, end = ask("simple_offload.cli.probe", options, seconds)
     values, errors = found or ({}, {"torch": ""})
     return Found(values, {step: text or end for step, text in errors.items()})
 
 
 def answer(
-    file: Path, backend: str, copy_path: str, kv_transfer_config: dict[str, Any] | None
+    file: Path, backend: str, copy_path: str, kv_transfer_config: Any, second_tier: Any
 ) -> None:
     """Run all steps, in the order of a server's start. Writes what is found to ``file``, step by
     step: that of the steps before a crash is kept."""
@@ -50,6 +51,7 @@ def answer(
         "supported": _supported,
         "transfer_config": lambda: _transfer_config(kv_transfer_config),
         "connector": _connector,
+        "second_tier": lambda: _second_tier(second_tier),
         "backend": lambda: _backend(backend, copy_path),
     }
     for name, step in steps.items():
@@ -98,11 +100,22 @@ def _transfer_config(config: dict[str, Any] | None) -> None:
     if config is not None:
         from vllm.config import KVTransferConfig
 
-        KVTransferConfig(**config)
+        given = KVTransferConfig(**config)
+        if given.kv_connector == "MultiConnector":
+            for entry in given.kv_connector_extra_config.get("connectors", []):
+                KVTransferConfig(**entry, engine_id=given.engine_id)  # as that connector does
 
 
 def _connector() -> None:
     import simple_offload.connector  # noqa: F401 - importing it is the check
+
+
+def _second_tier(options: dict[str, Any] | None) -> None:
+    if options is not None:
+        from simple_offload.config import SecondTierConfig
+        from simple_offload.second_tier.objects import require_known_options
+
+        require_known_options(SecondTierConfig.model_validate(options))
 
 
 def _backend(name: Any, copy_path: str) -> dict[str, Any]:

@@ -33,32 +33,39 @@ def read_transfer_config(text: str | None) -> TransferConfig:
     if text is None:
         return TransferConfig(None, {})
     source = "--config"
-    if not text.lstrip().startswith("{"):
-        source = f"--config={text!r}"
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except OSError as failure:
-            raise ConfigError(
-                f"{source}: {failure.strerror}. Allowed: a JSON object, or a file with one"
-            ) from None
     try:
+        if not text.lstrip().startswith("{"):
+            source = f"--config={text!r}"
+            text = Path(text).read_text(encoding="utf-8")
         config = json.loads(text)
+    except OSError as failure:
+        raise ConfigError(
+            f"{source}: {failure.strerror}. Allowed: a JSON object, or a file with one"
+        ) from None
     except ValueError as failure:
         raise ConfigError(f"{source}: not JSON: {failure}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: not a JSON object but {type(config).__name__}")
     if not any(key.startswith("kv_connector") or key == "kv_role" for key in config):
         return TransferConfig(None, config)
-    return TransferConfig(config, _own_part(config).get(_EXTRA) or {})
+    return TransferConfig(config, _extra_of(_own_part(config)))
 
 
 def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """This connector's entry in a MultiConnector's configuration, else the whole."""
     if config.get("kv_connector") == "MultiConnector":
-        for each in (config.get(_EXTRA) or {}).get("connectors") or []:
+        entries = _extra_of(config).get("connectors")
+        for each in entries if isinstance(entries, list) else []:
             if isinstance(each, dict) and each.get("kv_connector") == CONNECTOR:
                 return each
     return config
+
+
+def _extra_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = part.get(_EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--config: {_EXTRA}={extra!r}: not a JSON object")
+    return extra
 
 
 def check_transfer_config(

@@ -3,14 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from simple_offload.cli import doctor
+from simple_offload.cli import doctor, probe
 from simple_offload.cli.checks import Check, Status
 from simple_offload.cli.doctor import examine
 from simple_offload.cli.main import main
-from simple_offload.cli.probe import Found, probe
+from simple_offload.cli.probe import Found
 from simple_offload.cli.transfer_config import read_transfer_config
 from simple_offload.ranks import Ranks
 from tests.conftest import Machine
@@ -144,6 +145,52 @@ def test_errors_of_the_probe(
     assert advice in check.advice
 
 
+MULTI: dict[str, Any] = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "SimpleCPUOffloadConnector"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("transfer_config", "second_tier", "errors"),
+    [
+        (MULTI, {"type": "fs", "root_dir": "/kv"}, {"transfer_config": "specify kv_role",
+         "second_tier": "ConfigError: second_tier.bytes is missing"}),
+        (None, {"type": "fs", "root_dir": "/kv", "bytes": "1GiB"}, {}),
+    ],
+)  # fmt: skip
+def test_what_a_server_would_refuse(
+    transfer_config: Any, second_tier: Any, errors: dict[str, str], tmp_path: Path
+) -> None:
+    """Here in this process, which has imported vLLM."""
+    file = tmp_path / "answer.json"
+    probe.answer(file, "auto", "auto", transfer_config, second_tier)
+    _, found = json.loads(file.read_text())
+    assert found.keys() == errors.keys()
+    assert all(text in found[step] for step, text in errors.items())
+
+
+@pytest.mark.parametrize(
+    ("found", "ranks", "advice"),
+    [
+        (ON_CPU, Ranks(2, 2), ""),
+        (Found(ON_CPU.values, {"second_tier": "ConfigError: no"}), Ranks(2, 2), "no"),
+        (on(backend={"name": "NpuBackend", "path": ""}), Ranks(2, 2), "owns host memory"),
+        (ON_CPU, Ranks(2, 1, num_local=1), "Allowed: one machine"),
+    ],
+)
+def test_a_second_tier_that_the_server_would_refuse(
+    found: Found, ranks: Ranks, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda _: found)
+    files = {"type": "fs", "root_dir": str(tmp_path), "bytes": 4096}
+    given = read_transfer_config(json.dumps({"num_cpu_blocks": 9, "second_tier": files}))
+    (check,) = (each for each in examine(given, ranks) if each.name == "second tier")
+    assert check.status is (Status.ERROR if advice else Status.OK)
+    assert advice in check.advice
+
+
 @pytest.fixture
 def replace_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """A function that gives the probe's process a module of this source."""
@@ -178,13 +225,13 @@ def test_a_torch_that_ends_or_stops_the_process(
 ) -> None:
     replace_module("torch", source)
     seconds = 3 if "wait()" in source else 60
-    assert error in probe(GIVEN, seconds).errors["torch"]
+    assert error in probe.probe(GIVEN, seconds).errors["torch"]
 
 
 def test_broken_modules(replace_module: Callable[[str, str], None]) -> None:
     replace_module("torchvision", "raise RuntimeError('no such operator')")
     replace_module("vllm", "__version__ = '0.29.0'")
-    found = probe(GIVEN)
+    found = probe.probe(GIVEN)
     assert found.errors["torchvision"] == "RuntimeError: no such operator"
     assert found.errors.keys() >= {"torch", "vllm", "supported", "connector", "backend"}
 

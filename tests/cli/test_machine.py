@@ -98,6 +98,7 @@ def test_huge_pages(machine: Machine) -> None:
             Status.ERROR,
             r"/proc: .*choose another root_dir",
         ),
+        ({"root_dir": f"/{300 * 'a'}", "bytes": "1KiB"}, Status.ERROR, r"name too long"),
         ({"type": "obj", "store_config": {}}, Status.OK, r"obj, not tried"),
     ],
     ids=str,
@@ -111,3 +112,11 @@ def test_the_second_tier(
     assert check.status is status
     assert re.search(words, f"{check.found} {check.advice}")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_tier_in_a_chroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel lists no file system for its root."""
+    monkeypatch.setattr("simple_offload.cli.machine.psutil.disk_partitions", lambda **_: [])
+    files = SecondTierConfig(type="fs", bytes=4096, root_dir=str(tmp_path))
+    check = check_second_tier(files)
+    assert (check.status, "unknown file system, " in check.found) == (Status.OK, True)

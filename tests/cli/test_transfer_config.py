@@ -71,15 +71,17 @@ def test_ignored_keys() -> None:
     assert (ignored.status, ignored.found) == (Status.WARNING, "enable_cross_layers_blocks")
 
 
+MULTI = WHOLE | {
+    "kv_connector": "MultiConnector",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, WHOLE]},
+}
+
+
 def test_the_entry_of_a_multi_connector() -> None:
-    multi = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, WHOLE]},
-    }
-    assert read_transfer_config(json.dumps(multi)).extra == {"cpu_bytes_to_use": "1GiB"}
-    assert problems(multi) == []
+    assert read_transfer_config(json.dumps(MULTI)).extra == {"cpu_bytes_to_use": "1GiB"}
+    assert problems(MULTI) == []
+    (check, *_) = problems(MULTI | {"kv_connector_extra_config": {"connectors": 5}})
+    assert (check.name, check.status) == ("kv_connector", Status.ERROR)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,9 @@ def test_wrong_values_are_named(key: str, value: object, status: Status, advice:
         ("{", "--config: not JSON"),
         ("nowhere.json", "--config='nowhere.json': No such file"),
         ("list.json", "not a JSON object but list"),
+        ("latin-1.json", "--config='latin-1.json': not JSON"),
+        ('{"kv_role": 1, "kv_connector_extra_config": [1]}', "extra_config=[1]: not a JSON object"),
+        (json.dumps(MULTI | {"kv_connector_extra_config": "{}"}), "='{}': not a JSON object"),
     ],
 )
 def test_no_configuration(
@@ -112,6 +117,7 @@ def test_no_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "latin-1.json").write_bytes(b'{"\xe9": 1}')
     with pytest.raises(ConfigError) as error:
         read_transfer_config(text)
     assert message in str(error.value)
