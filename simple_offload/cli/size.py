@@ -30,7 +30,7 @@ _LITTLE = 0.05
 _MAX_ROWS = 10
 _POWERS = range(-10, 21)
 """Of two, in GiB: 1 MiB to 1 PiB."""
-_gib = number("of at least 0", lambda each: 0 <= each < math.inf)
+_gib = number("from 0 to 1e12", lambda each: 0 <= each <= 1e12)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ def add_arguments(parser: Parser) -> None:
         "(.xz and .gz too)",
     )
     parser.add_argument(
-        "--kv-bytes-per-token", type=_positive, metavar="N", help="of all ranks together"
+        "--kv-bytes-per-token",
+        type=number("from 1 to 1e12", lambda each: 1 <= each <= 1e12),
+        metavar="N",
+        help="of all ranks together",
     )
     parser.add_argument(
         "--model", type=Path, metavar="CONFIG.JSON", help="vLLM counts its KV bytes of a token"
@@ -276,7 +279,7 @@ def _show_sizes(console: Console, sizes: list[_Size], most: float) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for each in sizes:
         cells = (
-            f"{each.host_memory_gib:g} GiB",
+            f"{each.host_memory_gib:,.10g} GiB",
             f"{each.tokens:,}",
             f"{each.found_tokens:,}",
             f"{each.hit_ratio:.1%}",
@@ -295,9 +298,3 @@ def _drafter(text: str) -> dict[str, Any]:
     if not isinstance(drafter, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return drafter
-
-
-def _positive(text: str) -> float:
-    if (value := _gib(text)) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value

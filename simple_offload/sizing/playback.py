@@ -39,14 +39,12 @@ def in_order(trace: Trace, num_agents: int) -> Iterator[Request]:
     if not trace.has_sessions:
         yield from sorted((each for (each,) in trace.sessions), key=lambda each: each.at)
         return
-    waiting = iter(trace.sessions)
+    at_work, waiting = list(trace.sessions[:num_agents]), iter(trace.sessions[num_agents:])
     due: list[tuple[float, int, int]] = []
     """When, whose, and the place in the session."""
-    begun = [0.0] * num_agents
-    at_work = [next(waiting, ()) for _ in range(num_agents)]
-    for agent, session in enumerate(at_work):
-        if session:
-            heapq.heappush(due, (0.0, agent, 0))
+    begun = [0.0] * len(at_work)
+    for agent in range(len(at_work)):
+        heapq.heappush(due, (0.0, agent, 0))
     while due:
         now, agent, place = heapq.heappop(due)
         session = at_work[agent]

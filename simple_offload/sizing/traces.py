@@ -16,6 +16,7 @@ Three formats are read, also compressed by xz or gzip:
 import gzip
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from simple_offload.config import ConfigError
 
 _MOONCAKE_TOKENS = 512
 _XZ, _GZIP = b"\xfd7zXZ\0", b"\x1f\x8b"
+_MALFORMED = (ValueError, TypeError, LookupError, OverflowError)
+"""Raised for a row of another form."""
 _ALLOWED = (
     "Allowed: lines of Mooncake's format (timestamp, input_length, output_length, hash_ids) or of "
     "LMCache's lookup log (timestamp, seq_len, chunk_size, chunk_hashes), or one object with "
@@ -121,7 +124,7 @@ def _mooncake(path: Path, name: str, lines: Sequence[tuple[int, str]]) -> Trace:
         # The last id may stand for fewer tokens: no other prompt can have that block.
         full = tuple(int(each) for each in ids[: num_tokens // _MOONCAKE_TOKENS])
         at = float(row["timestamp"]) / 1000
-        return Request(at, 0.0, full, num_tokens, int(row["output_length"]))
+        return _request(at, full, num_tokens, row["output_length"], _MOONCAKE_TOKENS)
 
     form = "Mooncake's format (timestamp, input_length, output_length, hash_ids)"
     requests = _parse_lines(path, lines, parse, form)
@@ -139,7 +142,7 @@ def _lookup_log(path: Path, name: str, lines: Sequence[tuple[int, str]]) -> Trac
         ids = tuple(int(each, 16) for each in row["chunk_hashes"])
         if block_tokens < 1 or len(ids) != num_tokens // block_tokens:
             raise ValueError(f"{len(ids)} chunk_hashes for {num_tokens} tokens")
-        return Request(float(row["timestamp"]), 0.0, ids, num_tokens, 0)
+        return _request(row["timestamp"], ids, num_tokens, 0, block_tokens)
 
     form = "LMCache's lookup log (timestamp, model_name, seq_len, chunk_size, chunk_hashes)"
     requests = _parse_lines(path, lines, parse, form)
@@ -156,16 +159,30 @@ def _parse_lines(
     for number, line in lines:
         try:
             requests.append(parse(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except _MALFORMED as error:
             raise ConfigError(f"{path}, line {number} is no request of {form}: {error!r}") from None
     return requests
+
+
+def _request(
+    at: Any, ids: Sequence[int], prompt_tokens: Any, output_tokens: Any, block_tokens: int
+) -> Request:
+    """Raises ValueError for what no server can have been asked."""
+    found = Request(float(at), 0.0, ids, int(prompt_tokens), int(output_tokens))
+    if not math.isfinite(found.at) or found.prompt_tokens < 1:
+        raise ValueError(f"{prompt_tokens} tokens at {at}")
+    if len(ids) * block_tokens > found.prompt_tokens or len(set(ids)) < len(ids):
+        raise ValueError(f"{prompt_tokens} tokens have not {len(ids)} blocks, or one of them twice")
+    return found
 
 
 def _agents(path: Path, name: str, data: Any) -> Trace:
     try:
         block_tokens = int(data["block_size"])
+        if block_tokens < 1:
+            raise ValueError(f"blocks of {block_tokens} tokens")
         rows = [session["rows"] for session in data["traces"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except _MALFORMED as error:
         raise ConfigError(f"{path} lacks block_size or traces: {error!r}. {_ALLOWED}") from None
     sessions: list[list[Request]] = []
     starts: set[Any] = set()
@@ -178,8 +195,8 @@ def _agents(path: Path, name: str, data: Any) -> Trace:
             if start in starts:
                 continue
             starts.add(start)
-            requests = _session(session, first_id)
-        except (ValueError, IndexError, TypeError) as error:
+            requests = _session(session, first_id, block_tokens)
+        except _MALFORMED as error:
             raise ConfigError(
                 f"{path}, session {number} has a row of another form than time, input and output "
                 "tokens, think time, time of the answer, number of ids kept, and runs [first id, "
@@ -192,7 +209,7 @@ def _agents(path: Path, name: str, data: Any) -> Trace:
     return Trace(name, block_tokens, [session for session in sessions if session])
 
 
-def _session(rows: Sequence[Any], first_id: int) -> list[Request]:
+def _session(rows: Sequence[Any], first_id: int, block_tokens: int) -> list[Request]:
     requests: list[Request] = []
     ids: tuple[int, ...] = ()
     ended = 0.0
@@ -201,5 +218,6 @@ def _session(rows: Sequence[Any], first_id: int) -> list[Request]:
         ids = ids[:num_kept] + tuple(first_id + each for each in new)
         pause = max(0.0, float(at) - ended) if requests else 0.0
         ended = float(at) + float(answer_seconds or 0)
-        requests.append(Request(float(at), pause, ids, int(prompt_tokens), int(output_tokens)))
+        request = _request(at, ids, prompt_tokens, output_tokens, block_tokens)
+        requests.append(request._replace(pause=pause))
     return requests

@@ -97,11 +97,21 @@ def test_lmcaches_lookup_log(tmp_path: Path) -> None:
         (f"{lines(MOONCAKE)}\n7", ", line 3 is no request of Mooncake's format .*TypeError"),
         (f"{lines(MOONCAKE)}\n{{}}", ", line 3 is no request of .*KeyError.'input_length'"),
         (lines([MOONCAKE[0] | {"input_length": 9}]), ", line 1 .*3 hash_ids for 9 tokens.*512"),
+        (lines([MOONCAKE[0] | {"hash_ids": [7, 7, 8]}]), ", line 1 .*one of them twice"),
+        (
+            lines([MOONCAKE[0] | {"input_length": 0, "hash_ids": []}]),
+            ", line 1 .*0 tokens at 0.0",
+        ),
+        (lines([MOONCAKE[0] | {"timestamp": math.nan}]), ", line 1 .*1100 tokens at nan"),
+        (lines([MOONCAKE[0] | {"input_length": math.inf}]), ", line 1 .*OverflowError"),
         (lines([LOOKUP | {"chunk_size": 512}]), ", line 1 .*2 chunk_hashes for 520 tokens"),
         (lines([LOOKUP, LOOKUP | {"model_name": "Qwen"}]), ", line 2 .*model_name is 'Qwen', and"),
         (lines([LOOKUP | {"chunk_hashes": ["x", "y"]}]), ", line 1 is no request of LMCache's"),
         ('{"traces": [], "blocks": 3}', " lacks block_size or traces: KeyError"),
         ('{"block_size": 64, "traces": []}', " has no requests"),
+        ('{"block_size": 0, "traces": []}', " lacks block_size or traces: .*0 tokens"),
+        ('{"block_size": 64, "traces": [{"rows": [{"a": 1}]}]}', ", session 1 .*KeyError"),
+        (json.dumps(AGENTS | {"block_size": 128}), ", session 1 .*200 tokens have not 3 blocks"),
         ('{"block_size": 64, "traces": [{"rows": [[1, 2, 3]]}]}', ", session 1 has a row of anoth"),
     ],
 )
@@ -145,7 +155,7 @@ def test_agents_take_turns_at_sessions() -> None:
     assert alone == [1, 2, 11, 12, 13, 21, 22]
     # The third session begins when the second ends, after 6 s, and goes on 1 s later.
     assert [each.ids[-1] for each in in_order(trace, 2)] == [1, 11, 12, 13, 21, 2, 22]
-    assert [each.ids[-1] for each in in_order(trace, 9)] == [1, 11, 21, 22, 12, 13, 2]
+    assert [each.ids[-1] for each in in_order(trace, 2**70)] == [1, 11, 21, 22, 12, 13, 2]
 
 
 def test_a_cache_of_each_size() -> None:
