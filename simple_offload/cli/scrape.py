@@ -121,7 +121,7 @@ def metrics_url(text: str) -> str:
         _ = parts.port
     except ValueError as problem:
         raise ConfigError(f"URL {text!r} {form}: {problem}") from None
-    if not parts.hostname or any(letter.isspace() for letter in text):
+    if not parts.hostname or "@" in parts.netloc or any(letter.isspace() for letter in text):
         raise ConfigError(f"URL {text!r} {form}")
     path = parts.path.rstrip("/").removesuffix("/metrics")
     return urlunsplit((scheme, parts.netloc, f"{path}/metrics", parts.query, ""))
@@ -131,15 +131,17 @@ def scrape(url: str) -> Scrape:
     """Read /metrics. Raises ScrapeError."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:  # noqa: S310 - metrics_url
-            families = list(text_string_to_metric_families(reply.read().decode()))
+            content = reply.read()
     except urllib.error.HTTPError as problem:
         raise ScrapeError(
             f"{url} answers HTTP {problem.code} {problem.reason}. Is it a vLLM server's address?"
         ) from None
-    except (OSError, http.client.HTTPException) as problem:
+    except (OSError, http.client.HTTPException, UnicodeError) as problem:
         reason = getattr(problem, "reason", None) or problem
         text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
         raise ScrapeError(f"{url} cannot be reached: {text}. Is the server up?") from None
+    try:
+        families = list(text_string_to_metric_families(content.decode()))
     except ValueError as problem:
         raise ScrapeError(f"{url} is not a page of Prometheus metrics: {problem}") from None
     found = _read(families)

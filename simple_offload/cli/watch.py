@@ -6,13 +6,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
 
 from simple_offload.cli.arguments import Parser, number
-from simple_offload.cli.console import make_console, print_text
+from simple_offload.cli.console import make_console
 from simple_offload.cli.scrape import ScrapeError, metrics_url, scrape
 from simple_offload.cli.screen import View, lines, page
 
@@ -68,15 +69,16 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
     view = next(views)
     if not console.is_terminal or console.is_dumb_terminal:
         while True:
-            print_text(console, "\n".join([*lines(view), ""]))
+            console.out("\n".join([*lines(view), ""]))
             if once:
                 return
             view = next(views)
     if once:
         console.print(page(view))
         return
-    # They end the pause, and interrupt nothing else: the cursor must not stay hidden.
+    # They end a pause or a scrape, and interrupt nothing else: the cursor must not stay hidden.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    at_end = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
@@ -84,6 +86,7 @@ def watch(url: str, console: Console, interval: float, once: bool) -> None:
                 view = next(views)
     finally:
         console.print(page(view))  # it stays when the screen of Live is gone
+        signal.signal(signal.SIGTERM, at_end)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -91,6 +94,15 @@ def _pause(seconds: float) -> None:
     """Raises KeyboardInterrupt at a signal that ends the program, also one that came before."""
     if signal.sigtimedwait(_ENDING, seconds) is not None:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow(
@@ -105,7 +117,8 @@ def follow(
         yield view
         _pause(interval)
         try:
-            now = scrape(url)
+            with _interruptible():
+                now = scrape(url)
         except ScrapeError as problem:
             view = replace(view, problem=str(problem))
             continue

@@ -39,6 +39,7 @@ URL_FORM = "must be HOST:PORT, with or without http:// and /metrics"
         ("watch htp://host:8000", "scheme 'htp' is none of http, https; did you mean 'http'?"),
         ("watch host:80000", "URL 'host:80000' must be HOST:PORT"),
         ("watch http://", f"URL 'http://' {URL_FORM}"),
+        ("watch user:password@host:8000", f" {URL_FORM}"),
         ("watch 'my host'", "URL 'my host' must be HOST:PORT"),
         ("watch host:1 --interval 0", "'0' is not a number of seconds from 0.1 to 86400"),
         ("watch host:1 --interval nan", "'nan' is not a number of seconds"),

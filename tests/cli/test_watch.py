@@ -87,6 +87,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.text = b""
+        self.num_answers = threading.Semaphore(2**20)
+        """That are left. Then it hangs."""
+        self.requests = threading.Semaphore(0)
         self.url = f"http://127.0.0.1:{self.server_port}/metrics"
 
 
@@ -96,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != "/metrics":
             self.send_error(404)
             return
+        self.server.requests.release()
+        self.server.num_answers.acquire()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(self.server.text)
@@ -338,16 +343,19 @@ def test_an_engine_that_is_gone(server: Server, make_vllm_config: MakeVllmConfig
     assert next(views).recent is None
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_in_a_terminal_a_signal_ends_it_at_once(
-    ending: signal.Signals, server: Server, filled: Page
+    ending: signal.Signals, hangs: bool, server: Server, filled: Page
 ) -> None:
-    """The cursor and the other screen are back, and the last page stays."""
+    """In a pause, or while a server hangs. The cursor and the other screen are back, and the last
+    page stays."""
     server.text = filled.text()
+    server.num_answers = threading.Semaphore(1)
     mine, its = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(
-        [*COMMAND, "watch", server.url, "--interval", "86400"],
+        [*COMMAND, "watch", server.url, "--interval", "0.1" if hangs else "86400"],
         stdin=its,
         stdout=its,
         stderr=its,
@@ -357,6 +365,8 @@ def test_in_a_terminal_a_signal_ends_it_at_once(
     shown = b""
     while b"TTFT p99" not in shown:
         shown += os.read(mine, 1 << 16)
+    for _ in range(1 + hangs):
+        server.requests.acquire()
     process.send_signal(ending)
     try:
         while more := os.read(mine, 1 << 16):
@@ -370,6 +380,7 @@ def test_in_a_terminal_a_signal_ends_it_at_once(
     assert b"\x1b[?25h" in shown
     assert b"TTFT p99" in after
     assert b"Traceback" not in shown
+    assert b"cannot be reached" not in shown
 
 
 def test_in_a_pipe_a_block_each_interval(server: Server, filled: Page) -> None:
@@ -434,6 +445,9 @@ def test_nobody_listens(server: Server, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["watch", closed.url]) == 1
     message = f"{closed.url} cannot be reached: Connection refused. Is the server up?"
     assert message in capsys.readouterr().err
+    for no_address in ("my..host", "host:1/\u00e4"):
+        assert main(["watch", no_address]) == 1
+        assert f"{no_address}/metrics cannot be reached: " in capsys.readouterr().err
     assert main(["watch", server.url.replace("/metrics", "/v1")]) == 1
     assert "/v1/metrics answers HTTP 404 Not Found" in capsys.readouterr().err
 
