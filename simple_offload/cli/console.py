@@ -1,5 +1,6 @@
 """The console that commands print to."""
 
+from functools import partial
 from typing import NoReturn
 
 from rich.console import Console
@@ -17,13 +18,10 @@ class _Console(Console):
 
 
 def make_console() -> Console:
-    """One for standard output: without colours in a pipe, whatever FORCE_COLOR asks for."""
-    console = _Console()
+    """One for standard output, which prints text as it is: without colours in a pipe, whatever
+    FORCE_COLOR asks for."""
+    make = partial(_Console, markup=False, emoji=False, highlight=False)
+    console = make()
     if console.file.isatty():
         return console
-    return _Console(width=_PIPE_WIDTH, force_terminal=False, no_color=True)
-
-
-def print_text(console: Console, text: str, style: str | None = None) -> None:
-    """Print ``text`` as it is: it is no markup, and its lines are not broken."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    return make(width=_PIPE_WIDTH, force_terminal=False, no_color=True)

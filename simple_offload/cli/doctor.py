@@ -9,13 +9,14 @@ import re
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from simple_offload import __version__, memory
 from simple_offload.cli.arguments import Parser, whole_number
 from simple_offload.cli.checks import Check, Status, error, ok, warning
-from simple_offload.cli.console import make_console, print_text
+from simple_offload.cli.console import make_console
 from simple_offload.cli.machine import (
     check_huge_pages,
     check_lock_limit,
@@ -78,11 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     num_local = ranks // nodes
     checks = examine(given, Ranks(ranks, num_local * arguments.data_parallel, num_local=num_local))
     num_errors = sum(check.status is Status.ERROR for check in checks)
+    console = make_console()
     if arguments.json:
         listed = [asdict(check) for check in checks]
-        print(json.dumps({"works": num_errors == 0, "checks": listed}, indent=1))
+        console.out(json.dumps({"works": num_errors == 0, "checks": listed}, indent=1))
     else:
-        _show(checks, num_errors)
+        _show(console, checks, num_errors)
     return WOULD_FAIL if num_errors else 0
 
 
@@ -204,22 +206,19 @@ def _check_second_tier(config: OffloadConfig | None, found: Found, ranks: Ranks)
     return [check_second_tier(config.second_tier)]
 
 
-def _show(checks: list[Check], num_errors: int) -> None:
-    console = make_console()
+def _show(console: Console, checks: list[Check], num_errors: int) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)
     table.add_column("found", overflow="fold")
     for check in checks:
-        table.add_row(
-            Text(check.status, style=_STYLES[check.status]), check.name, Text(check.found)
-        )
+        table.add_row(Text(check.status, style=_STYLES[check.status]), check.name, check.found)
     console.print(table)
     for check in checks:
         if check.advice:
             text = f"{check.status}: {check.name}={check.found}: {check.advice}"
-            print_text(console, text, _STYLES[check.status])
+            console.out(text, style=_STYLES[check.status])
     verdict = "The connector works here."
     if num_errors:
         verdict = f"{num_errors} problem{'s' * (num_errors > 1)} would stop the server."
-    console.print(verdict, style="bold", highlight=False)
+    console.print(verdict, style="bold")

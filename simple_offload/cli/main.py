@@ -45,6 +45,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has closed it
-        sys.stderr.close()
-        return 0

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from simple_offload.cli.arguments import Parser, number, whole_number
-from simple_offload.cli.console import make_console, print_text
+from simple_offload.cli.console import make_console
 from simple_offload.config import ConfigError
 from simple_offload.memory import GIB
 from simple_offload.sizing.curve import MissRatioCurve
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
             _show_trace(console, answer, arguments.agents if trace.has_sessions else None)
             _show_sizes(console, sizes, most)
     if arguments.json:
-        print(json.dumps(answer, indent=1))
+        console.out(json.dumps(answer, indent=1))
     return 0
 
 
@@ -233,7 +233,7 @@ def _prompt_tokens(trace: Trace) -> int:
 
 def _show_model(console: Console, model: ModelBytes) -> None:
     ranks = f"{model.num_ranks} ranks" if model.num_ranks > 1 else "1 rank"
-    print_text(console, f"{model.architecture} on {ranks}, as vLLM plans it for {model.platform}")
+    console.out(f"{model.architecture} on {ranks}, as vLLM plans it for {model.platform}")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("KV cache groups", "layers", "tokens of a block", "kept for a hit"):
         table.add_column(column, justify="left" if column == "KV cache groups" else "right")
@@ -249,15 +249,14 @@ def _show_model(console: Console, model: ModelBytes) -> None:
         text += f", {model.token_in_host:,.0f} in host memory"
         if model.num_sharing > 1:
             text += f" (one copy for {model.num_sharing} ranks)"
-    print_text(console, f"{text}.")
+    console.out(f"{text}.")
     if model.boundary_in_host:
-        print_text(
-            console,
+        console.out(
             f"The end of a prefix has {model.boundary_in_host:,} bytes of windows and states more "
             "in host memory. A hit ends only where they are kept.",
         )
     if model.token_in_host:
-        print_text(console, f"A GiB of host memory holds {GIB / model.token_in_host:,.0f} tokens.")
+        console.out(f"A GiB of host memory holds {GIB / model.token_in_host:,.0f} tokens.")
 
 
 def _show_trace(console: Console, answer: dict[str, Any], num_agents: int | None) -> None:
@@ -266,11 +265,11 @@ def _show_trace(console: Console, answer: dict[str, Any], num_agents: int | None
     if num_agents is not None:
         text += f" of {trace['sessions']:,} sessions, {num_agents} at a time (--agents)"
     text += f"; {trace['prompt_tokens']:,} prompt tokens, {trace['distinct_tokens']:,} distinct"
-    print_text(console, f"{text}.")
+    console.out(f"{text}.")
     text = f"A token takes {token['in_host']:,.0f} bytes of host memory"
     if answer["device_tokens"]:
         text += f"; the devices hold {answer['device_tokens']:,} tokens"
-    print_text(console, f"{text}.")
+    console.out(f"{text}.")
 
 
 def _show_sizes(console: Console, sizes: list[_Size], most: float) -> None:
@@ -287,7 +286,7 @@ def _show_sizes(console: Console, sizes: list[_Size], most: float) -> None:
         plot = [Bar(1.0, 0.0, each.hit_ratio, width=30, color="cyan")] * console.is_terminal
         table.add_row(*cells, *plot)
     console.print(table)
-    print_text(console, f"Memory of any size finds {most:.1%} at most.")
+    console.out(f"Memory of any size finds {most:.1%} at most.")
 
 
 def _drafter(text: str) -> dict[str, Any]:

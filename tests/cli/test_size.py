@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from simple_offload.cli import size
 from simple_offload.cli.arguments import Parser
 from simple_offload.sizing.model_bytes import GroupBytes, ModelBytes
+from tests.cli.test_watch import COMMAND
 
 KIB, GIB = 1024, 2**30
 LLAMA = ModelBytes(
@@ -49,7 +52,7 @@ def trace(tmp_path: Path) -> Path:
         for turn in range(3)
         for prompt in range(10)
     ]
-    path = tmp_path / "turns.jsonl"
+    path = tmp_path / ":turtle:.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -107,11 +110,24 @@ def test_a_table_in_a_pipe(trace: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = ("--trace", f"{trace}", "--kv-bytes-per-token", f"{2**30 // 4096}")
     assert size.run(arguments_of(*words, "--host-memory", "10")) == 0
     text = capsys.readouterr().out
-    assert "turns: 30 requests; 122,910 prompt tokens, 40,960 distinct." in text
+    assert ":turtle:: 30 requests; 122,910 prompt tokens, 40,960 distinct." in text
     (row,) = (line.split() for line in text.splitlines() if "10 GiB" in line)
     assert row == ["10", "GiB", "40,960", "81,920", "66.7%"]
     assert "Memory of any size finds 66.7% at most." in text
     assert text.isascii() or not set(text) & set("█▌▎")
+
+
+@pytest.mark.parametrize("form", ["--json", "--agents=1"])
+def test_a_pipe_that_nobody_reads(trace: Path, form: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ("size", "--trace", f"{trace}", "--kv-bytes-per-token", "9", form)
+    buffered = {key: each for key, each in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [*COMMAND, *words], stdout=writer, stderr=subprocess.PIPE, env=buffered, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_sessions_say_how_many_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
