@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from simple_offload.cli.console import size_text
 from simple_offload.cli.scrape import PREFIX, PROMPT_TOKENS, Scrape
-from simple_offload.memory import GIB
 
 _WORTHWHILE = 0.03
 """Share of the prompt tokens. The predicted curve errs by as much."""
@@ -56,13 +56,6 @@ def advise(now: Scrape, lately: Scrape | None = None) -> str:
     if gain >= _WORTHWHILE:
         return text
     return _differing(now, shares) or _saving(now)
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes as GiB, or MiB if they are few."""
-    if num_bytes < GIB:
-        return f"{num_bytes / 2**20:.0f} MiB"
-    return f"{num_bytes / GIB:,.0f} GiB" if num_bytes >= 10 * GIB else f"{num_bytes / GIB:.1f} GiB"
 
 
 def _gains(now: Scrape, shares: dict[str, float]) -> Iterator[tuple[float, str]]:

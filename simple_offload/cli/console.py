@@ -1,9 +1,11 @@
-"""The console that commands print to."""
+"""The console that commands print to, and how they write bytes."""
 
 from functools import partial
 from typing import NoReturn
 
 from rich.console import Console
+
+from simple_offload.memory import GIB
 
 _PIPE_WIDTH = 160
 
@@ -25,3 +27,10 @@ def make_console() -> Console:
     if console.file.isatty():
         return console
     return make(width=_PIPE_WIDTH, force_terminal=False, no_color=True)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as GiB, or MiB if they are few."""
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / GIB:,.1f}".removesuffix(".0") + " GiB"

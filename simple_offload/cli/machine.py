@@ -10,8 +10,9 @@ import psutil
 
 from simple_offload import memory
 from simple_offload.cli.checks import Check, error, ok, warning
+from simple_offload.cli.console import size_text
 from simple_offload.config import SecondTierConfig
-from simple_offload.memory import GIB, MemoryShortageError
+from simple_offload.memory import MemoryShortageError
 
 _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
@@ -19,12 +20,12 @@ _HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 def check_memory(wanted: int | None) -> Check:
     """Whether a host tier of ``wanted`` bytes on this machine fits now. None: size unknown."""
     limit, total = memory.limit(), memory.total_bytes()
-    found = f"{memory.available_bytes() / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    found = f"{size_text(memory.available_bytes())} available of {size_text(total)}"
     if limit.num_bytes < total:
-        found += f", cgroup limit {limit.num_bytes / GIB:.1f} GiB"
+        found += f", cgroup limit {size_text(limit.num_bytes)}"
     if not limit.is_final:
         found += "; a hypervisor may add more"
-    found += f"; {memory.reserve_bytes() / GIB:.1f} GiB reserved for other processes"
+    found += f"; {size_text(memory.reserve_bytes())} reserved for other processes"
     try:
         if wanted is not None:
             memory.require(wanted)
@@ -37,14 +38,14 @@ def check_memory(wanted: int | None) -> Check:
 def check_lock_limit(wanted: int | None, pinned: bool) -> Check:
     """Whether ``wanted`` bytes may be locked, if the backend pins memory (``pinned``)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.3g} GiB"
+    found = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
     if not pinned:
         return ok("lock limit", f"{found} (this backend pins no memory)")
     if soft != resource.RLIM_INFINITY and wanted is not None and wanted > soft:
         return warning(
             "lock limit",
             found,
-            f"the host tier pins {wanted / GIB:.1f} GiB, and some drivers and containers refuse to "
+            f"the host tier pins {size_text(wanted)}, and some drivers and containers refuse to "
             "exceed the limit: ulimit -l unlimited (docker: --ulimit memlock=-1)",
         )
     return ok("lock limit", found)
@@ -97,7 +98,7 @@ def check_second_tier(config: SecondTierConfig) -> Check:
     known = [systems[str(each)] for each in (root, *root.parents) if str(each) in systems]
     kind = next(iter(known), "unknown file system")  # as in a chroot
     disk = shutil.disk_usage(root)
-    found = f"{root}: {kind}, {disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f} GiB"
+    found = f"{root}: {kind}, {size_text(disk.free)} free of {size_text(disk.total)}"
     if config.bytes is not None and config.bytes > disk.total:
         advice = f"bytes={config.bytes} is more than the disk has ({disk.total}): ask for less"
         return warning("second tier", found, advice)

@@ -30,12 +30,7 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].startswith("--") and "doctor" in words:
-        # When there was only doctor, its options could come first.
-        words.remove("doctor")
-        words.insert(0, "doctor")
-    arguments = make_parser().parse_args(words)
+    arguments = make_parser().parse_args(argv)
     run, _, _ = _COMMANDS[arguments.command]
     try:
         return run(arguments)

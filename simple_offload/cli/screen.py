@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from simple_offload.cli.advice import advise, size_text
+from simple_offload.cli.advice import advise
+from simple_offload.cli.console import size_text
 from simple_offload.cli.scrape import PREFIX, PROMPT_TOKENS, TTFT, Scrape
 
 _STYLES = {"device": "green", "host": "cyan", "second_tier": "blue", "compute": "red"}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simple_offload.cli.checks import Check, error, ok, warning
+from simple_offload.cli.console import size_text
 from simple_offload.config import ConfigError, OffloadConfig, ignored_keys
 from simple_offload.ranks import Ranks
 
@@ -80,7 +81,7 @@ def check_transfer_config(
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := ignored_keys(given.extra):
         checks.append(warning("ignored keys", ", ".join(ignored), "unknown: remove them"))
-    size = f"{config.bytes_per_rank(ranks.num) / 2**30:.2f} GiB"
+    size = size_text(config.bytes_per_rank(ranks.num))
     if config.num_cpu_blocks is not None:
         size = f"{config.num_cpu_blocks} host blocks"
     wanted = f"{size} on each of {ranks.num} ranks"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from simple_offload.cli.checks import Status
+from simple_offload.cli.console import size_text
 from simple_offload.cli.machine import (
     check_huge_pages,
     check_lock_limit,
@@ -26,8 +27,8 @@ def test_memory(machine: Machine) -> None:
     check = check_memory(50 * GIB + 1)
     assert check.status is Status.WARNING
     assert "50.00 GiB of host memory asked for" in check.advice
-    reserved = "10.0 GiB reserved for other processes"
-    assert check_memory(None).found == f"60.0 GiB available of 100.0 GiB; {reserved}"
+    reserved = "10 GiB reserved for other processes"
+    assert check_memory(None).found == f"60 GiB available of 100 GiB; {reserved}"
     machine.write("/sys/bus/virtio/drivers/virtio_mem/virtio3/device", "")
     assert "; a hypervisor may add more; " in check_memory(None).found
     machine.write("/proc/self/cgroup", "0::/")
@@ -37,8 +38,7 @@ def test_memory(machine: Machine) -> None:
     check = check_memory(13 * GIB + 1)
     assert check.status is Status.WARNING
     assert check.found == (
-        "15.0 GiB available of 100.0 GiB, cgroup limit 20.0 GiB; "
-        "2.0 GiB reserved for other processes"
+        "15 GiB available of 100 GiB, cgroup limit 20 GiB; 2 GiB reserved for other processes"
     )
 
 
@@ -56,6 +56,15 @@ def test_lock_limit(
 ) -> None:
     monkeypatch.setattr("simple_offload.cli.machine.resource.getrlimit", lambda _: (limit, limit))
     assert check_lock_limit(8 * GIB, pinned).status is status
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 MiB"), (8 << 20, "8 MiB"), (GIB, "1 GiB"), (12.5 * GIB, "12.5 GiB"),
+     (2000 * GIB, "2,000 GiB")],
+)  # fmt: skip
+def test_bytes_in_words(num_bytes: float, text: str) -> None:
+    assert size_text(num_bytes) == text
 
 
 def test_numa(machine: Machine) -> None:
@@ -91,7 +100,7 @@ def test_huge_pages(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
-        ({"bytes": "1KiB"}, Status.OK, r"\w+, \d+\.\d GiB free of \d+\.\d GiB"),
+        ({"bytes": "1KiB"}, Status.OK, r"\w+, [\d,.]+ GiB free of [\d,.]+ GiB"),
         ({"bytes": "900TiB"}, Status.WARNING, r"is more than the disk has"),
         (
             {"root_dir": "/proc/kv", "bytes": "1KiB"},

@@ -20,8 +20,7 @@ URL_FORM = "must be HOST:PORT, with or without http:// and /metrics"
         ("wach host:1", "did you mean 'watch'?"),
         ("doctor --rank 2", "did you mean '--ranks'?"),
         ("doctor --ranks 0", "--ranks: '0' is not a whole number above 0"),
-        # Options came first when there was one command.
-        ("--ranks 3 --nodes 2 doctor", "doctor: --nodes 2: must divide --ranks, which is 3"),
+        ("doctor --ranks 3 --nodes 2", "doctor: --nodes 2: must divide --ranks, which is 3"),
         ("size", "--trace FILE, --model CONFIG.JSON, or both"),
         ("size --trace x", "--trace needs --kv-bytes-per-token N or --model"),
         ("size --kv-bytes-per-token 2", "nothing to size"),

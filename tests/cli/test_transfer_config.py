@@ -44,17 +44,17 @@ ON_TWO_NODES = Ranks(16, 8, num_local=8)
         (
             {"cpu_bytes_to_use": "1GiB"},
             Ranks(2, 2),
-            "0.50 GiB on each of 2 ranks; those of a NUMA node that have the same KV share it",
+            "512 MiB on each of 2 ranks; those of a NUMA node that have the same KV share it",
         ),
         (
             {"cpu_bytes_to_use": "1GiB", "host_copies": "one"},
             Ranks(2, 2),
-            "0.50 GiB on each of 2 ranks; those of a machine that have the same KV share it",
+            "512 MiB on each of 2 ranks; those of a machine that have the same KV share it",
         ),
         (
             {"cpu_bytes_to_use": "80%", "host_copies": "private"},
             ON_TWO_NODES,
-            "10.00 GiB on each of 16 ranks, 8 ranks on this machine; none shares it",
+            "10 GiB on each of 16 ranks, 8 ranks on this machine; none shares it",
         ),
         ({"num_cpu_blocks": 64}, Ranks(1, 1), "64 host blocks on each of 1 ranks"),
     ],

@@ -31,7 +31,7 @@ PREFIX = "vllm:simple_offload_"
 COMMAND = (sys.executable, "-c", "import simple_offload.cli.main as m; raise SystemExit(m.main())")
 GIB = 2**30
 CURVE = {"0x": 0.41, "0.25x": 0.53, "0.5x": 0.6, "1x": 0.71, "2x": 0.8, "4x": 0.84, "8x": 0.85}
-SECOND_TIER = "second tier: in use: 61,200 tokens/s (compute 24,100); 838 GiB read, 5.0 GiB written"
+SECOND_TIER = "second tier: in use: 61,200 tokens/s (compute 24,100); 838 GiB read, 5 GiB written"
 
 
 class Page:
