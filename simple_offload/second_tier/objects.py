@@ -239,7 +239,8 @@ def require_known_options(config: SecondTierConfig) -> dict[str, Any]:
     try:
         tier: type[SecondaryTierManager] = SecondaryTierFactory.get_tier_class(wanted)
     except ValueError as error:
-        known = re.findall(r"'(\w+)'", str(error).partition("Supported types")[2])
+        listed = re.search(r"Supported types: \[(.*?)\]", str(error))
+        known = re.findall(r"'(\w+)'", listed[1] if listed else "")
         raise ConfigError(
             f"second_tier.type={config.type!r}: unknown{nearest(config.type, known)} "
             f"(known: {', '.join(known)}; for one of your own, set module_path too)"

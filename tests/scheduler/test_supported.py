@@ -76,7 +76,7 @@ SCRIPTED = "tests.simulation.second_tier"
     ("second_tier", "complaint"),
     [
         (FS | {"type": "fs3"}, r"\.type='fs3': unknown; did you mean 'fs'\? \(known: .*fs, .*obj"),
-        (FS | {"type": "tape"}, r"\.type='tape': unknown \(known: .*set module_path too"),
+        (FS | {"type": "tape"}, r"\.type='tape': unknown \(known: (?!.*path;).*module_path too"),
         (FS | {"n_reed_threads": 4}, r"\.n_reed_threads=4: .* mean 'n_read_threads'\? \(known for"),
         ({"type": "fs", "bytes": 1, "root": "/kv"}, r"\.root='/kv': .* mean 'root_dir'\?"),
         (FS | {"n_read_threads": "4.5"}, r"\.n_read_threads='4.5': must be a whole number"),
