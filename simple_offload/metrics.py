@@ -99,7 +99,7 @@ PROMPT_TOKENS = _series(
     "prompt_tokens_total",
     "counter",
     "Prompt tokens of requests that received device blocks, each request once, by where they came "
-    "from. Those of a failed load are computed.",
+    "from. Those of a failed load count as computed.",
     {"source": ("device", "host", "second_tier", "compute")},
 )
 MISSED_TOKENS = _series(

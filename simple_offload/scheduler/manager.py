@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from simple_offload import metrics
 from simple_offload.config import OffloadConfig
 from simple_offload.logs import get_logger
@@ -98,7 +100,6 @@ class OffloadScheduler:
             self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
         self._records.on_allocated(
             request,
-            num_on_device,
             num_external_tokens,
             self._second_tier.num_fetched_tokens(
                 request.request_id, num_on_device + num_external_tokens
@@ -168,7 +169,6 @@ class OffloadScheduler:
             if (load := self._loads.on_ended(ended, self._device_pool)) is not None:
                 kind = "Load"
                 consequence = "its request recomputes or fails, as kv_load_failure_policy says"
-                self._records.on_load_ended(load)
                 if ended.ok:
                     self._policy.on_load_ended(load)
             elif (store := self._stores.on_ended(ended)) is not None:
@@ -193,6 +193,9 @@ class OffloadScheduler:
         self._second_tier.on_request_finished(request.request_id)
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
+        if loading and request.status is RequestStatus.FINISHED_ERROR:
+            # As ``kv_load_failure_policy`` says. The ranks' reports reach this class after vLLM.
+            self._records.on_lost(request.request_id, MissReason.LOAD_FAILED)
         self._policy.on_request_finished(request, loading=loading)
         record = self._records.on_finished(request)
         wants_report = self._wishes.of(request).report

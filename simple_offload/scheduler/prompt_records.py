@@ -18,7 +18,6 @@ from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, make_keys
 from simple_offload.sizing.curve import Prompt
-from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -50,16 +49,18 @@ class PromptRecord:
     """Of the first missing token."""
     factor: float | None = None
     """If that was evicted: the host memory that would have kept it, as a multiple of today's."""
-    has_run: bool = False
-    is_loading: bool = False
     is_counted: bool = False
     prompt: Prompt | None = None
     """What the forecaster has seen."""
 
     @property
+    def num_loaded(self) -> int:
+        return self.host + self.second_tier
+
+    @property
     def num_found(self) -> int:
         """Tokens that need not be computed."""
-        return self.device + self.host + self.second_tier
+        return self.device + self.num_loaded
 
     def miss(self, reason: MissReason, num_tokens: int) -> None:
         """``num_tokens`` tokens before all others are missing."""
@@ -68,7 +69,7 @@ class PromptRecord:
 
     def lose(self, reason: MissReason) -> None:
         """What has been loaded is computed, after all."""
-        num_tokens = self.host + self.second_tier
+        num_tokens = self.num_loaded
         self.host = self.second_tier = 0
         self.miss(reason, num_tokens)
 
@@ -77,8 +78,7 @@ class PromptRecords:
     """One record a request, from the blocks that it gets first to its end. Metrics, replies and
     vLLM's hit sources read it, and nothing else counts hits.
 
-    A prompt is counted once: when its request runs and its load has ended, or when it ends. A
-    preempted request keeps its record.
+    A prompt is counted once: when its request runs or ends. A preempted request keeps its record.
     """
 
     def __init__(
@@ -116,29 +116,26 @@ class PromptRecords:
     def on_allocated(
         self,
         request: "Request",
-        num_on_device: int,
         num_loaded: int,
         num_fetched: int,
         *,
         is_asked: bool,
     ) -> None:
-        """The request has got blocks. The first time, its prompt is attributed: to the device
-        ``num_on_device`` tokens, to loads ``num_loaded``, of which a fetch brought ``num_fetched``.
-        ``is_asked``: whether caches were asked."""
+        """The request has got blocks. The first time, its prompt is attributed: to the device what
+        vLLM has found there, and to loads ``num_loaded`` tokens, of which a fetch brought
+        ``num_fetched``. ``is_asked``: whether caches were asked."""
         request_id = request.request_id
         if (record := self._by_request.get(request_id)) is not None:
-            if not (num_loaded or record.has_run):
-                record.has_run = True
+            if not num_loaded:
                 self._count(record)
             return
+        vllm_stats = request.prefill_stats  # until its first token, which needs blocks
         num_fetched = min(num_fetched, num_loaded)
         self._by_request[request_id] = record = PromptRecord(
             request.num_prompt_tokens,
-            num_on_device,
+            vllm_stats.num_local_cached_tokens if vllm_stats is not None else 0,
             num_loaded - num_fetched,
             num_fetched,
-            has_run=not num_loaded,
-            is_loading=num_loaded > 0,
         )
         if is_asked:
             self._begun.append((request, record, self._refused.pop(request_id, 0)))
@@ -153,15 +150,10 @@ class PromptRecords:
             hashes = self._hashes(request)
             record.prompt = self._curve.on_prompt(hashes, self._block_size, record.num_tokens)
             self._explain(request, hashes, record, refused)
-            self._count(record)
+            if not record.num_loaded:
+                self._count(record)
         if begun:
             self._forecaster.on_step()
-
-    def on_load_ended(self, transfer: Transfer) -> None:
-        """A load has ended on every rank."""
-        if (record := self._by_request.get(transfer.request_id or "")) is not None:
-            record.is_loading = False
-            self._count(record)
 
     def on_lost(self, request_id: str, reason: MissReason) -> None:
         """The request computes what was, or would have been, loaded."""
@@ -174,7 +166,6 @@ class PromptRecords:
         self._refused.pop(request.request_id, None)
         record = self._by_request.pop(request.request_id, None)
         if record is not None:
-            record.has_run, record.is_loading = True, False
             self._count(record)
             num_computed, prompt = request.num_computed_tokens // self._block_size, record.prompt
             if prompt is not None and prompt.num_blocks > num_computed:
@@ -195,7 +186,7 @@ class PromptRecords:
     # Details
 
     def _count(self, record: PromptRecord) -> None:
-        if record.is_counted or record.is_loading or not record.has_run:
+        if record.is_counted:
             return
         record.is_counted = True
         add = self._meter.add
@@ -206,14 +197,13 @@ class PromptRecords:
         if record.reason is MissReason.UNSEEN:
             self._meter.sample(metrics.UNSEEN_FROM, record.num_found)
         if record.reason is not MissReason.NOT_ASKED:
-            is_hit = record.host + record.second_tier > 0
+            is_hit = record.num_loaded > 0
             add(metrics.LOOKUPS, 1, "hit" if is_hit else "miss")
             if is_hit and not self._has_hit:
                 self._has_hit = True
-                num_loaded = record.num_found - record.device
                 logger.info(
                     "First hit: %d of a prompt's %d tokens were loaded instead of computed",
-                    num_loaded,
+                    record.num_loaded,
                     record.num_tokens,
                 )
             # The second tier would have these with any host memory.

@@ -108,8 +108,12 @@ def test_a_reset(drive: MakeDriver) -> None:
     assert missed(driver, "again", THREE) == {"reset": 12, "prompt_end": 1}
 
 
-def test_a_load_that_fails_is_not_found(drive: MakeDriver) -> None:
-    driver = drive(num_host_blocks=100)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_fails_is_not_found(
+    drive: MakeDriver, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    driver = drive(num_host_blocks=100, load_failures=policy)
     driver.serve("first", THREE)
     driver.empty_device_cache()
     before = counts(driver)
@@ -118,9 +122,20 @@ def test_a_load_that_fails_is_not_found(drive: MakeDriver) -> None:
     driver.copy(LOAD, fail=True)
     driver.run()
     assert counts(driver) == before | {"load_failed": 12, "prompt_end": 2}
-    assert driver.world.first_missing["loads"] == {"token": 0, "reason": "load_failed"}
+    if policy == "recompute":  # else vLLM's reply is an error
+        assert driver.world.first_missing["loads"] == {"token": 0, "reason": "load_failed"}
     assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 0
     assert driver.world.ledger(metrics.LOOKUPS, "hit") == 0
+    assert "First hit" not in caplog.text
+
+
+def test_a_device_hit_inside_a_block(drive: MakeDriver) -> None:
+    """vLLM asks for what follows whole blocks, and keeps the rest of its own hit."""
+    driver = drive(windows=(0,), num_states=1, match_unit=2, num_device_blocks=60)
+    driver.serve("first", prompt(19))
+    assert missed(driver, "again", prompt(19), wishes=REPORT) == {"prompt_end": 1}
+    assert driver.world.first_missing["again"] == {"token": 18, "reason": "prompt_end"}
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "device") == 18
 
 
 def test_a_window_that_is_missing(drive: MakeDriver) -> None:

@@ -43,7 +43,6 @@ class Attribution:
         self._connector = connector
         self._scheduler: OffloadScheduler = connector.scheduler
         scheduler = self._scheduler
-        self._on_device: dict[str, int] = {}
         self._begun: dict[str, _Begun] = {}
         self._lost: set[str] = set()
         """Requests that compute what they had loaded."""
@@ -58,7 +57,6 @@ class Attribution:
         that is preempted, or aborted, leaves blocks that the policy has not recorded. And contents
         may come and go within a step."""
         records = integrity.records_of(scheduler)
-        watch(scheduler, "get_num_new_matched_tokens", self._watch_lookup)
         watch(scheduler, "update_state_after_alloc", self._watch_allocation)
         watch(records, "on_lost", self._watch_lost)
         watch(records, "on_finished", self._watch_end)
@@ -80,14 +78,10 @@ class Attribution:
             assert found == self.missed[reason], f"{found} tokens are missed: {reason.label}"
         assert counted(metrics.MISSED_TOKENS) == self.tokens["compute"]
 
-    def _watch_lookup(self, ask: Any, request: Any, num_on_device: int) -> Any:
-        self._on_device[request.request_id] = num_on_device
-        return ask(request, num_on_device)
-
     def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, num_loaded: int) -> None:
         is_first = request.request_id not in self._begun
         if is_first:
-            num_on_device = self._on_device.get(request.request_id, 0)
+            num_on_device = request.prefill_stats.num_local_cached_tokens
             was_there = self._was_there(request, num_on_device + num_loaded)
             self._begun[request.request_id] = _Begun(num_on_device, num_loaded, was_there)
         allocated(request, blocks, num_loaded)
