@@ -97,8 +97,8 @@ class Loads:
     admitted once every rank has announced it: compute may read its blocks, and waits for the rest
     on the device. It ends with the last rank's report.
 
-    A hit stays pinned until the request has its device blocks, looks again, or ends: vLLM 0.33
-    may call the allocation hook some steps later.
+    A hit stays pinned until the request has its device blocks, looks again, or ends: vLLM may have
+    no room for it yet.
     """
 
     def __init__(

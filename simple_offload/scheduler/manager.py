@@ -47,8 +47,6 @@ class OffloadScheduler:
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
         self._wishes = Wishbook(allow_reports=config.allow_reports)
-        self._lost_by_reset: list[bytes] = []
-        """Keys that the device loses if its reset succeeds."""
 
     # Before the first request
 
@@ -244,7 +242,6 @@ class OffloadScheduler:
         """vLLM is about to reset the device's cache, which needs all blocks free. If nothing but
         this connector has some, give them up: those of requests that are parked and ready, and,
         unless the tier keeps its contents, those of stores."""
-        self._lost_by_reset = list(block_pool.cached(self._device_pool))
         held: list[KVCacheBlock] = []
         if not self.config.keep_on_device_reset:
             held = self._stores.device_blocks
@@ -255,11 +252,11 @@ class OffloadScheduler:
             if held:
                 self._drop_stores()
 
-    def _on_device_reset(self) -> None:
-        """The device's cache has been reset: the model's weights may be others from now on."""
+    def _on_device_reset(self, lost: list[bytes]) -> None:
+        """The device's cache has been reset: the model's weights may be others from now on.
+        ``lost``: the keys that it had."""
         self._policy.on_device_reset()
-        self.tier.history.note(MissReason.RESET, self._lost_by_reset)
-        self._lost_by_reset = []
+        self.tier.history.note(MissReason.RESET, lost)
         if self.config.keep_on_device_reset:
             return
         if num_blocks := self.tier.num_used:

@@ -4,6 +4,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 from tests.simulation.integrity import ids_in_flight
@@ -74,6 +75,22 @@ def test_blocks_that_a_load_failed_to_read_are_dropped(
     num_loaded = driver.world.num_blocks_loaded
     driver.serve("b", prompt(33))
     assert driver.world.num_blocks_loaded == num_loaded + 2 * len(loaded)
+
+
+def test_a_request_whose_load_failed_gets_no_other(drive: MakeDriver) -> None:
+    """Although the tier has got the contents again while other ranks still copied."""
+    driver = stored(drive, num_ranks=2)
+    request = driver.start("a", prompt(33))
+    driver.step()
+    driver.copy(LOAD, rank=0, fail=True)
+    driver.step()
+    keys = driver.scheduler.groups.keys(request.block_hashes, 0)
+    blocks = driver.tier.allocate(len(keys))
+    driver.tier.commit(Run([], keys, on_device=False, host_blocks=blocks))
+    assert driver.found(prompt(33)) == 32
+    num_loaded = driver.world.num_blocks_loaded
+    driver.drain()
+    assert driver.world.num_blocks_loaded == num_loaded
 
 
 @pytest.mark.parametrize("lazy", [None, False])

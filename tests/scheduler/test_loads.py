@@ -239,4 +239,5 @@ def test_host_blocks_are_free_when_a_preempted_request_has_loaded_them_again(
     vllm.set_pause_state(PauseState.UNPAUSED)
     driver.step()
     assert len(driver.pending(LOAD)) == 1
+    assert max(block.ref_cnt for block in driver.host_pool.blocks[1:]) == 1
     driver.run()

@@ -187,16 +187,19 @@ def on_new_blocks(pool: BlockPool, callback: Callable[[list[KVCacheBlock]], None
     setattr(pool, "get_new_blocks", watched)  # noqa: B010
 
 
-def on_reset(pool: BlockPool, before: Callable[[], None], after: Callable[[], None]) -> None:
+def on_reset(
+    pool: BlockPool, before: Callable[[], None], after: Callable[[list[bytes]], None]
+) -> None:
     """Call ``before`` when the pool's contents are to be reset, which fails while a block has a
-    reference, and ``after`` when they are."""
+    reference, and ``after`` with their keys when they are."""
     reset_prefix_cache = pool.reset_prefix_cache
 
     def watched() -> bool:
+        keys = list(cached(pool))
         before()
         is_reset = reset_prefix_cache()
         if is_reset:
-            after()
+            after(keys)
         return is_reset
 
     setattr(pool, "reset_prefix_cache", watched)  # noqa: B010
