@@ -105,18 +105,6 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError for a model with a KV cache that this version cannot serve."""
     if not kv_cache_config.prefix_cacheable_group_ids:
         raise ConfigError("this model has no KV cache group that prefix caching covers")
-    modes = {
-        spec.mamba_cache_mode
-        for group in kv_cache_config.kv_cache_groups
-        for spec in iter_layer_specs(group.kv_cache_spec)
-        if isinstance(spec, MambaSpec)
-    }
-    if "none" in modes:
-        # vLLM then has one state for each request, and overwrites it with every token.
-        raise ConfigError(
-            "mamba_cache_mode='none': vLLM keeps no state that a later request could start from; "
-            "allowed: 'align', which vLLM chooses when enable_prefix_caching is on"
-        )
 
 
 def require_right_states(coordinator: KVCacheCoordinator, hash_block_size: int) -> None:

@@ -7,16 +7,12 @@ from functools import reduce
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import OffloadConfig
@@ -30,7 +26,6 @@ from tests.simulation.integrity import ids_in_flight
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
 
-MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((4, 4),), dtypes=(torch.float32,))
 NUM_BLOCKS = 40
 
 
