@@ -199,9 +199,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         tells no rank (``unregister_kv_caches``). A server has waited for stores by then. An engine
         in the caller's process has not: here, its rank waits for them."""
         if self._vllm_config.model_config.enable_sleep_mode and has_kv_transfer_group():
-            rank = get_kv_transfer_group()
-            if isinstance(rank, SimpleCPUOffloadConnector):
-                rank.unregister_kv_caches()
+            group = get_kv_transfer_group()
+            for rank in getattr(group, "sub_connectors", [group]):  # MultiConnector's
+                if isinstance(rank, SimpleCPUOffloadConnector):
+                    rank.unregister_kv_caches()
         return self.scheduler.reset_cache() if self.scheduler is not None else True
 
     # Worker side

@@ -468,11 +468,13 @@ def test_loads_start_with_the_metadata_and_end_before_sleep(
     assert report == WorkerReport(Counter([0]))
 
 
+@pytest.mark.parametrize("beside_another", [False, True])
 def test_stores_end_before_an_engine_in_this_process_sleeps(
     connect: Connect,
     memory: KVMemory,
     make_vllm_config: MakeVllmConfig,
     monkeypatch: pytest.MonkeyPatch,
+    beside_another: bool,
 ) -> None:
     """It resets the caches, and frees device memory. Before 0.33, vLLM tells no rank."""
     backend = ScriptedBackend()
@@ -480,7 +482,10 @@ def test_stores_end_before_an_engine_in_this_process_sleeps(
     backend.pendings[0] = EndsWhenWaitedFor()
     scheduler, worker = connect(SCHEDULER), connect(WORKER)
     monkeypatch.setattr(scheduler.scheduler, "reset_cache", lambda: True)
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    multi = object.__new__(MultiConnector)
+    multi._connectors = [Mock(), worker]
+    group = multi if beside_another else worker
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
     worker.register_kv_caches(memory.kv_caches)
     run_step(worker, StepMetadata(stores=[Transfer.pairing(0, [1], [3])]))
     assert scheduler.reset_cache()
