@@ -187,6 +187,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             Path(model).is_dir() or model.count("/") != 1 or model.startswith((".", "/"))
         ):
             parser.error(f"argument --model: {model} is no folder with a config.json")
+    names = [Path(model).name for model in arguments.model]
+    if len(set(names)) < len(names):
+        parser.error("argument --model: results go by the last part of a name, and two are alike")
     if OUR_TASK in arguments.tasks and len(arguments.tasks) > 1:
         parser.error(f"argument --tasks: {OUR_TASK} goes with no other task")
     return arguments

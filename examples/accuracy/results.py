@@ -1,6 +1,6 @@
 """Pass, Outcome and the verdict, as a table, as JSON and in a sentence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,28 +56,31 @@ class Outcome:
     least_accuracy: float = 0.0
     """Least share of right answers without the connector."""
 
-    @property
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """By pass: scores, answers that are the same without the connector, where prompts came
-        from, seconds."""
-        return {
-            each.name: {
-                **each.evaluation.scores,
-                "same_answers": agreeing(self.without, each),
-                **each.tokens,
-                "hit_share": each.hit_share,
-                "seconds": each.seconds,
-            }
-            for each in (self.without, self.first, self.second)
-        }
+    def different(self, one: Pass) -> list[Sample]:
+        """The samples that ``one`` answers in other letters than the pass without the connector, or
+        that one of both has not answered."""
+        known, found = self.without.evaluation.answers, one.evaluation.answers
+        return sorted(
+            each for each in known.keys() | found.keys() if known.get(each) != found.get(each)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the answers, which lie beside as lm_eval wrote them."""
+        num_samples = len(self.without.evaluation.answers)
         return {
             "passed": not self.problems,
             "problems": self.problems,
-            "samples": len(self.without.evaluation.answers),
-            "passes": self.numbers,
+            "samples": num_samples,
+            "passes": {
+                each.name: {
+                    **each.evaluation.scores,
+                    "same_answers": num_samples - len(self.different(each)),
+                    **each.tokens,
+                    "hit_share": each.hit_share,
+                    "seconds": each.seconds,
+                }
+                for each in (self.without, self.first, self.second)
+            },
         }
 
     @cached_property
@@ -91,7 +94,16 @@ class Outcome:
                 f"{self.least_accuracy:.0%} the model is not fit to show anything"
             )
         for each in (self.first, self.second):
-            found += disagreement(self.without, each)
+            if different := self.different(each):
+                shown = [
+                    f"\n  {task} {number}: {self._answer(self.without, task, number)}, then "
+                    f"{self._answer(each, task, number)}"
+                    for task, number in different[:SHOWN]
+                ]
+                found.append(
+                    f"{len(different)} of {len(self.without.evaluation.answers)} answers of the "
+                    f"{each.name} differ from those of the run without:{''.join(shown)}"
+                )
         if self.second.hit_share <= LEAST_HITS:
             found.append(
                 f"{self.second.hit_share:.1%} of the prompt tokens of the {self.second.name} were "
@@ -101,40 +113,14 @@ class Outcome:
             found.append(f"nothing of the {self.second.name} came from the host tier")
         return found
 
-
-def agreeing(one: Pass, other: Pass) -> int:
-    """Number of samples with the same answers, to the letter, in both."""
-    answers = other.evaluation.answers
-    return sum(answers.get(sample) == said for sample, said in one.evaluation.answers.items())
-
-
-def disagreement(one: Pass, other: Pass) -> list[str]:
-    """The differences of ``other`` from ``one``; empty if there are none."""
-    ours, theirs = one.evaluation.answers, other.evaluation.answers
-    if ours.keys() != theirs.keys():
-        apart = len(ours.keys() ^ theirs.keys())
-        return [f"{apart} samples were answered in only one of {one.name} and {other.name}"]
-    different = [sample for sample in sorted(ours) if ours[sample] != theirs[sample]]
-    if not different:
-        return []
-    text = f"{len(different)} of {len(ours)} answers of the {other.name} differ from those of "
-    text += f"the run {one.name}:"
-    shown = [
-        f"\n  {task} {number}: {_short(ours[task, number])}, then {_short(theirs[task, number])}"
-        for task, number in different[:SHOWN]
-    ]
-    return [text + "".join(shown)]
-
-
-def _short(answers: Sequence[str]) -> str:
-    text = " | ".join(answers)
-    return repr(text if len(text) <= 60 else f"{text[:60]}...")
+    def _answer(self, one: Pass, task: str, number: int) -> str:
+        return repr(" | ".join(one.evaluation.answers.get((task, number), ["no answer"])))[:60]
 
 
 def outcome_table(outcome: Outcome) -> Table:
     """A line for each number, a column for each pass."""
     rows: dict[str, dict[str, str]] = {}
-    for name, numbers in outcome.numbers.items():
+    for name, numbers in outcome.to_json()["passes"].items():
         for key, value in numbers.items():
             text = f"{value:,.4f}".rstrip("0").rstrip(".")
             rows.setdefault(key, {"": key.replace("_", " ")})[name] = text

@@ -1,7 +1,6 @@
 """The command line of a benchmark. A wrong argument ends the program with exit code 2."""
 
 import argparse
-import textwrap
 from collections.abc import Callable, Collection
 from dataclasses import field, fields, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from simple_offload.config import nearest, parse_size
 
 MAX_SEED = 2**32 - 1
 """numpy.random.RandomState takes no larger one."""
-_COLUMNS = 78
 T = TypeVar("T")
 
 
@@ -58,13 +56,9 @@ class BenchParser(Parser):
     """Options that several benchmarks take, each added in one way."""
 
     def __init__(self, module: str, description: str, epilog: str) -> None:
-        """``module`` is the benchmark's name below ``examples``. Texts are wrapped here; an empty
-        line separates paragraphs."""
+        """``module`` is the benchmark's name below ``examples``."""
         super().__init__(
-            prog=f"python -m examples.{module}",
-            description=_wrap(description),
-            epilog=_wrap(epilog),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            prog=f"python -m examples.{module}", description=description, epilog=epilog
         )
         folder = Path(f"{module.replace('_', '-')}-out")
         text = f"where all results and logs go (default: {folder})"
@@ -135,7 +129,3 @@ def size(text: str) -> int:
         return parse_size(int(text) if text.isdecimal() else text)
     except PydanticCustomError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error.message()}") from None
-
-
-def _wrap(text: str) -> str:
-    return "\n\n".join(textwrap.fill(each, _COLUMNS) for each in text.split("\n\n"))

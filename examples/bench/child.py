@@ -15,7 +15,7 @@ from examples.bench.command import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 """The directory that holds the packages ``examples`` and ``simple_offload``."""
-LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
 STOP_SECONDS = 20.0
 """A process may take this long to end before it is killed."""
@@ -41,7 +41,7 @@ def engine_environment(device: Device, scratch: Path, **extra: str) -> dict[str,
     is downloaded, unless ``extra`` has ``HF_HUB_OFFLINE="0"``."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
-        **{name: value for name, value in os.environ.items() if name != LAYOUT},
+        **{name: value for name, value in os.environ.items() if name != _LAYOUT},
         "PYTHONPATH": os.pathsep.join(path),
         "TMPDIR": str(scratch),
         "HF_HUB_OFFLINE": "1",

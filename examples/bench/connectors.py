@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from examples.bench.child import LAYOUT
-
 SIMPLE = "SimpleCPUOffloadConnector"
 """The name of vLLM's built-in connector, and of ours."""
 PACKAGE = "simple_offload"
@@ -71,7 +69,6 @@ CONTENDERS = {
         replace(OURS, name="ours-whole", extra={"overlap_loads": False}),
         Contender("builtin", SIMPLE),
         Contender("builtin-lazy", SIMPLE, extra={"lazy_offload": True}),
-        Contender("builtin-BLHNC", SIMPLE, environment={LAYOUT: "BLHNC"}),
         Contender("offloading", "OffloadingConnector"),
         replace(OURS, name="ours-files", extra={"second_tier": _OURS_FILES}),
         replace(OURS, name="ours-files-always", extra={"second_tier": _ALWAYS}),

@@ -21,15 +21,16 @@ class ModelShape:
     intermediate_size: int = 0
     """Of a model without weights."""
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers, or what stands for them."""
+    def kv_bytes_per_token(self, num_ranks: int = 1) -> int:
+        """Keys and values of all layers, or what stands for them, on each of ``num_ranks`` ranks.
+        All have the same latents, and the same heads where there are fewer heads than ranks."""
         element = 4 if self.dtype == "float32" else 2
         if self.architecture == "mla":
             latent = MLA_SIZES["kv_lora_rank"] + MLA_SIZES["qk_rope_head_dim"]
             return self.num_layers * latent * element
         head_dim = self.hidden_size // self.num_heads
-        return 2 * self.num_layers * self.num_kv_heads * head_dim * element
+        num_heads = max(1, self.num_kv_heads // num_ranks)
+        return 2 * self.num_layers * num_heads * head_dim * element
 
     @property
     def load_format(self) -> Literal["auto", "dummy"]:

@@ -27,16 +27,16 @@ def save_numbers(folder: Path, numbers: Any) -> None:
     (folder / NUMBERS).write_text(json.dumps(to_jsonable_python(numbers), indent=1) + "\n")
 
 
-def prepare_output(folder: Path, *files: str) -> None:
+def prepare_output(folder: Path, *files: str, option: str = "--output") -> None:
     """Make ``folder``, and remove an earlier run's ``files``, so that nothing takes them for this
-    run's. Raises CannotStart if it cannot be written."""
+    run's. Raises CannotStart, which names the ``option``, if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         for name in files:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        raise CannotStart(f"--output: cannot write to {folder}: {error.strerror}") from None
+        raise CannotStart(f"{option}: cannot write to {folder}: {error.strerror}") from None
 
 
 def machine() -> dict[str, Any]:

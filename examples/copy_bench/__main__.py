@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = BenchParser(
         "copy_bench",
         "Scattered blocks between host memory and a CUDA device: their bandwidth by block size, "
-        "way and path, beside plain torch and the peak of one contiguous copy; and the time of "
-        "small copies on another stream beside those of the largest size.",
+        "way and path, beside plain torch and the peak of one contiguous copy.",
         exit_codes(
             "all measured, every byte right",
             "a copy brought wrong bytes",

@@ -10,7 +10,7 @@ import torch
 from examples.bench.race import Race
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import BackendContender, Contender, ContiguousCopy, PlainTorch
-from examples.copy_bench.measure import measure, measure_small_copies
+from examples.copy_bench.measure import measure
 from examples.copy_bench.plan import Job, make_job, size_text
 from examples.copy_bench.results import PEAK, Results, Row
 from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
@@ -18,9 +18,6 @@ from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
 Work = Sequence[tuple[Row, Job]]
 """Of one block size, in each way."""
 PATHS: tuple[CopyPath, ...] = ("dma", "kernel", "auto")
-WATCHED = (PEAK, *PATHS)
-"""Contenders beside which small copies are made. Plain torch spends most of its time on the host;
-the peak shows the effect of one large copy of torch."""
 
 
 def run(results: Results, on_step: Callable[[str], None]) -> None:
@@ -76,8 +73,3 @@ class Bench:
                 elif peak and not peak.fault:
                     cell = replace(cell, of_peak=cell.gb_per_s / peak.gb_per_s)
                 row.contenders[name] = cell
-            if name in WATCHED and size == max(self._plan.sizes):
-                self._race.step = f"{size_text(size)}, small copies beside it"
-                for _, job in work:
-                    if len(job.transfers) == 1:
-                        results.small_copies += measure_small_copies(contender, arena, job, repeats)

@@ -14,8 +14,6 @@ KIB, MIB = 1 << 10, 1 << 20
 
 SIZES = tuple(4 * KIB << step for step in range(10))
 """Block sizes in bytes, 4 KiB to 2 MiB."""
-SMALL_BYTES = 4 * KIB
-"""Of a small copy."""
 
 WAYS = ("load", "store", "both")
 """Host to device, device to host as in ``Direction``; both at once, by two threads."""

@@ -1,4 +1,4 @@
-"""The measured numbers, and their tables."""
+"""The measured numbers, and their table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,12 +8,11 @@ from rich.table import Table
 from examples.bench.race import RaceResults
 from examples.bench.tables import Row as Cells
 from examples.bench.tables import make_table, optional
-from examples.copy_bench.plan import SMALL_BYTES, WAYS, Plan, size_text
+from examples.copy_bench.plan import WAYS, Plan, size_text
 
 PEAK = "peak"
 AUTO = "auto"
 CONTENDERS = (PEAK, "torch", "dma", "kernel", AUTO)
-_TO = {"load": "to device", "store": "to host"}
 
 
 @dataclass(frozen=True)
@@ -49,47 +48,19 @@ class Row:
     blocks."""
 
 
-@dataclass(frozen=True)
-class SmallCopies:
-    """Times of small copies on another stream, one after another, while a contender copied."""
-
-    contender: str
-    way: str
-    """Of the contender's copies."""
-    size: int
-    """Bytes of a block of the contender's copies."""
-    repeats: int
-    """Number of the contender's copies."""
-    gb_per_s: float
-    """Their median bandwidth, in 10^9 bytes."""
-    small_way: str
-    made: int
-    """Number of small copies that count, beside all of the contender's."""
-    median: float | None
-    """Seconds from submission to the end of a small copy; None where there are none."""
-    longest: float | None
-
-
 @dataclass(kw_only=True)
 class Results(RaceResults):
     """The measurements of a run so far."""
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
-    small_copies: list[SmallCopies] = field(default_factory=list)
 
     def tables(self) -> Iterator[Table]:
-        """Bandwidth in GB/s by way and block size, and the times of small copies."""
+        """Bandwidth in GB/s by way and block size."""
         yield make_table(
             self._bandwidths(),
             caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
             "blocks; peak: one contiguous copy. Path: the choice of auto.",
-        )
-        yield make_table(
-            self._small_copies(),
-            left=4,
-            caption="Small copies on another stream, one after another while such blocks\n"
-            "are copied, which reach that many GB/s: from submission to the end of each.",
         )
 
     def _bandwidths(self) -> Iterator[Cells | str]:
@@ -106,20 +77,6 @@ class Results(RaceResults):
                     "auto of\npeak": optional(getattr(auto, "of_peak", None), ".0%"),
                     "auto's\npath": getattr(auto, "path", None),
                 }
-
-    def _small_copies(self) -> Iterator[Cells | str]:
-        for one in sorted(self.small_copies, key=lambda each: (each.way, each.small_way)):
-            yield {
-                "way": one.way,
-                "block": size_text(one.size),
-                "contender": one.contender,
-                "small copies": f"{size_text(SMALL_BYTES)} {_TO[one.small_way]}",
-                "copies": str(one.repeats),
-                "GB/s": f"{one.gb_per_s:.1f}",
-                "made": str(one.made),
-                "median\nµs": optional(one.median and one.median * 1e6, ",.0f"),
-                "longest\nµs": optional(one.longest and one.longest * 1e6, ",.0f"),
-            }
 
 
 def _bandwidth(cell: Cell | None) -> str | None:

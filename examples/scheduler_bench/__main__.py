@@ -6,15 +6,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from examples.bench.arguments import BenchParser, changed, exit_codes
 from examples.bench.command import CannotStart, exit_code_of, run_program
 from examples.bench.connectors import Contender
 from examples.bench.race import run_race
 from examples.bench.results_file import NUMBERS, machine, prepare_output
 from examples.scheduler_bench.hybrids import MODELS
-from examples.scheduler_bench.plan import CONTENDERS, CONTENDERS_OF, QUICK, FootprintPlan, Plan
+from examples.scheduler_bench.plan import CONTENDERS, CONTENDERS_OF, QUICK, Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,16 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = BenchParser(
         "scheduler_bench",
         "Runs vLLM's scheduler, without engine or model, with one KV connector after another: "
-        "time in the connector's hooks, memory and start-up time of a large tier, what requests "
-        "find, and how long they wait. Compare ratios: times hold on one machine only.",
+        "time in the connector's hooks, what requests find, and how long they wait. Compare "
+        "ratios: times hold on one machine only.",
         exit_codes(
             "measured",
             "a connector did not load everything that it had stored",
             "a connector failed",
-            "wrong usage, or too little memory",
         ),
     )
-    default = "cost, footprint and chat; with --traces traces"
+    default = "cost and chat; with --traces traces"
     parser.add_names("--parts", "measurements", CONTENDERS_OF, default)
     parser.add_names("--contenders", "connectors and settings", CONTENDERS)
     parser.add_argument("--quick", action="store_true", help="small, to see that it works")
@@ -42,11 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = QUICK if arguments.quick else Plan()
     plan = changed(replace(plan, traces=changed(plan.traces, arguments)), arguments)
     plan = replace(plan, models=tuple(MODELS[name] for name in arguments.models or MODELS))
-    by_default = ["cost", "footprint", "chat", *(["traces"] if plan.traces.files else [])]
+    by_default = ["cost", "chat", *(["traces"] if plan.traces.files else [])]
     parts = arguments.parts or by_default
     for part in ("traces", "sizes"):
         if part in parts and not plan.traces.files:
             parser.error(f"argument --parts: {part} needs --traces FILE")
+    if "sizes" in parts and plan.traces.working_sets > 1:
+        parser.error("argument --working-sets: sizes are of one")
     names = arguments.contenders or CONTENDERS
     contenders = [contender for name, contender in CONTENDERS.items() if name in names]
     return exit_code_of(lambda: run(plan, contenders, parts, arguments.output))
@@ -54,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan, contenders: Sequence[Contender], parts: Collection[str], output: Path) -> int:
     """Measure ``parts``, print the results, and return the exit code."""
-    if "footprint" in parts:
-        _require_memory(plan.footprint)
     for path in plan.traces.files:
         _require_scalable(path, plan)
     prepare_output(output, NUMBERS)
@@ -69,19 +66,14 @@ def run(plan: Plan, contenders: Sequence[Contender], parts: Collection[str], out
     )
 
 
-def _require_memory(plan: FootprintPlan) -> None:
-    available = psutil.virtual_memory().available
-    if plan.bytes_needed > available:
-        needed, found = (f"{each / 2**30:.1f}" for each in (plan.bytes_needed, available))
-        text = f"A tier of {plan.tier_blocks} blocks may take {needed} GiB of memory; {found} are"
-        raise CannotStart(f"{text} available. --quick takes less")
-
-
 def _require_scalable(path: Path, plan: Plan) -> None:
-    """Read a trace before anything is measured."""
+    """Read a trace before anything is measured. Raises CannotStart if it does not fit ``plan``."""
     from examples.bench.traces import read_trace
 
-    block_tokens, scale = read_trace(path).block_tokens, plan.traces.scale
+    trace = read_trace(path)
+    block_tokens, scale = trace.block_tokens, plan.traces.scale
+    if plan.traces.working_sets > 1 and not trace.has_sessions:
+        raise CannotStart(f"--working-sets: {path} has no sessions, but requests at their times")
     if block_tokens % scale or block_tokens < scale:
         raise CannotStart(
             f"--traces: {path} has ids of {block_tokens} tokens. Allowed: a multiple of {scale}"

@@ -11,7 +11,6 @@ from examples.scheduler_bench.agents import run_agents
 from examples.scheduler_bench.chat import run_chat
 from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.footprint import run_footprints
 from examples.scheduler_bench.plan import CONTENDERS_OF
 from examples.scheduler_bench.planned import plan_models
 from examples.scheduler_bench.replay import replay
@@ -32,8 +31,6 @@ def run(
     race.run("start", lambda each: Engine(each, Shape(device_blocks=64, host_blocks=64)).close())
     if "cost" in parts:
         run_costs(race, results)
-    if "footprint" in parts:
-        run_footprints(race, results)
     if "chat" in parts:
         _run_chats(race, results)
     if {"traces", "sizes"} & set(parts):

@@ -27,7 +27,6 @@ _WAITS = {"ours", "builtin", "builtin-lazy", "offloading"}
 _MODELS = {"ours", "builtin", "offloading"}
 CONTENDERS_OF: Mapping[str, Collection[str]] = {
     "cost": _CALLS,
-    "footprint": _CALLS,
     "chat": _WAITS,
     "traces": _WAITS,
     "sizes": {"ours"},
@@ -78,22 +77,6 @@ class CostPlan:
     """Prompts that are stored cold, and then loaded."""
     repeats: int = 5
     """Of each measurement, contenders in turn; the least counts."""
-
-
-@dataclass(frozen=True)
-class FootprintPlan:
-    """Memory and start-up time, each in a process of its own."""
-
-    tier_blocks: int = 4_000_000
-    filled_blocks: int = 262_144
-    """Blocks to fill, for the bytes of a block that holds KV; 0: none."""
-    repeats: int = 3
-
-    @property
-    def bytes_needed(self) -> int:
-        """Memory that it may take: of a process that has imported vLLM, and a host block's Python
-        objects, at most, where it holds KV."""
-        return (2 << 30) + 400 * self.tier_blocks
 
 
 @dataclass(frozen=True)
@@ -194,7 +177,6 @@ class Plan:
     """One run of the benchmark."""
 
     cost: CostPlan = field(default_factory=CostPlan)
-    footprint: FootprintPlan = field(default_factory=FootprintPlan)
     chat: ChatPlan = field(default_factory=ChatPlan)
     traces: TracePlan = field(default_factory=TracePlan)
     models: tuple[Model, ...] = tuple(MODELS.values())
@@ -212,7 +194,6 @@ QUICK = Plan(
         lengths=(256, 4096),
         repeats=2,
     ),
-    footprint=FootprintPlan(tier_blocks=100_000, filled_blocks=0, repeats=1),
     chat=ChatPlan(users=6, active=3, turns=2, device_tokens=16_384, host_factors=(2.0,)),
     seeds=1,
 )

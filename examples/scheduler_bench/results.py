@@ -12,7 +12,7 @@ from rich.table import Table
 
 from examples.bench.race import RaceResults
 from examples.bench.tables import Row as Cells
-from examples.bench.tables import make_table, optional, percentile, with_ratio
+from examples.bench.tables import make_table, percentile, with_ratio
 from examples.scheduler_bench.engine import Wait
 from examples.scheduler_bench.plan import Plan
 
@@ -21,8 +21,7 @@ RIVAL = "builtin"
 LEAST = "least"
 """Names the bytes that any connector needs: a column of the bytes table."""
 POOL = "vLLM's BlockPool"
-"""Names vLLM's pool alone: a line of the memory table, a column of the cost table. Connectors that
-keep their blocks in it take no less memory."""
+"""Names vLLM's pool alone: a column of the cost table."""
 KINDS = ("decode", "serving", "conversations", "stored", "loaded", "on the device")
 """The work of a row. Decode, serving and conversations are a step of ``size`` running requests:
 they decode, or load their prompts, decode, end and are replaced. The others are one prompt of
@@ -38,19 +37,6 @@ class Row:
     size: int
     cells: dict[str, float]
     """By contender, seconds in the connector's hooks."""
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """A large tier in a process of its own, by device blocks that it has room for."""
-
-    tier_blocks: int
-    seconds_to_start: float
-    """Processor time, median."""
-    bytes_per_block: float
-    """Of a block that is free and empty."""
-    bytes_per_filled_block: float | None
-    """Additional bytes of a block that holds KV; None: not measured."""
 
 
 Waits = tuple[tuple[Wait, ...], ...]
@@ -175,7 +161,6 @@ class Results(RaceResults):
 
     plan: Plan
     rows: list[Row] = field(default_factory=list)
-    footprints: dict[str, Footprint] = field(default_factory=dict)
     plays: list[Play] = field(default_factory=list)
     """Chats, replays, and agents of hybrid models."""
     sizes: dict[str, list[dict[float, Size]]] = field(default_factory=dict)
@@ -189,7 +174,6 @@ class Results(RaceResults):
     def tables(self) -> Iterator[Table]:
         for rows, left in (
             (self._costs(), 1),
-            (self._footprints(), 1),
             (_found(self.plays), 1),
             (_waits(self.plays), 2),
             (_sizes(self.sizes), 1),
@@ -209,22 +193,6 @@ class Results(RaceResults):
                     name: with_ratio(f"{1e3 * value:.3f}", value, name != RIVAL and rival)
                     for name, value in row.cells.items()
                 }
-
-    def _footprints(self) -> Iterator[Cells]:
-        headings = {
-            "start, s": ("seconds_to_start", ".2f"),
-            "bytes/\nblock": ("bytes_per_block", ".0f"),
-            "more if\nfilled": ("bytes_per_filled_block", ".0f"),
-        }
-        rival = self.footprints.get(RIVAL)
-        for name, found in self.footprints.items():
-            base = None if found is rival else rival
-            yield {"tier": name, "blocks": f"{found.tier_blocks:,}"} | {
-                heading: with_ratio(
-                    optional(getattr(found, key), form), getattr(found, key), getattr(base, key, 0)
-                )
-                for heading, (key, form) in headings.items()
-            }
 
 
 def _found(plays: Sequence[Play]) -> Iterator[Cells | str]:

@@ -54,7 +54,10 @@ class Watch:
         self._start = self._counts()
 
     def outcome(self) -> Outcome:
-        """What was counted until now, when all requests are answered."""
+        """What was counted until now, when all requests are answered. Raises ValueError if there
+        was nothing to count."""
+        if not self._hits:
+            raise ValueError("no request came after the warm-up: ask for fewer")
         accesses, shape = self._accesses, self._engine.shape
         first = len(accesses) if self._first is None else self._first
         num_blocks = shape.device_blocks + shape.host_blocks - 2  # without vLLM's null blocks

@@ -84,8 +84,7 @@ def report(bench: Bench, console: Console) -> None:
     host = f", host tier {plan.host_bytes / 2**30:.1f} GiB" if bench.endpoint is None else ""
     print_lines(console, f"Device's KV space {plan.device_tokens:,} tokens{host}.")
     start = None if bench.endpoint else start_line(bench.runs)
-    facts = (bench.floor, bench.directory, start)
-    print_lines(console, *(str(fact) for fact in facts if fact is not None))
+    print_lines(console, *filter(None, [bench.floor, start]))
     try:
         print_lines(console, f"Plot: {save_plot(bench.output, found)}" if found else "No plot")
     except ImportError as error:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from examples.bench.child import Event, child_command, engine_environment, liste
 from examples.bench.command import CannotStart, Show
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
-from examples.bench.results_file import commit, gpu, machine, save_numbers
+from examples.bench.results_file import commit, gpu, machine, prepare_output, save_numbers
 from examples.serve_bench.agents import requests_by_agent
 from examples.serve_bench.client import Start
 from examples.serve_bench.conversations import to_messages
@@ -46,8 +45,6 @@ class Bench:
         self.contenders = [ENDPOINT] if self.endpoint else list(contenders)
         self.output = output
         self.files = None if plan.files is None else Path(plan.files)
-        self.directory: str | None = None
-        """What ``files`` is on."""
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in self.contenders}
         self.peak: float | None = None
         """Bytes a second of a contiguous copy to the device."""
@@ -67,7 +64,7 @@ class Bench:
         however this ends."""
         plan = self.plan
         if self.files is not None:
-            self.directory = _look_at(self.files)
+            prepare_output(self.files, option="--files")
         model = ""
         if self.endpoint is not None:
             model, longest = self.endpoint.served_model()
@@ -114,7 +111,6 @@ class Bench:
             "commits": {
                 each.name: commit(Path(each.source)) for each in self.contenders if each.source
             },
-            "directory": self.directory,
             "peak_bytes_per_second": self.peak,
             "floor": self.floor,
             "summaries": summaries(self.runs),
@@ -238,22 +234,6 @@ class Bench:
                 environment["PYTHONPATH"] = os.pathsep.join([str(alone), environment["PYTHONPATH"]])
                 environment["PYTHONSAFEPATH"] = "1"
             yield environment
-
-
-def _look_at(path: Path) -> str:
-    """What ``path`` is on, in words. Raises CannotStart if nothing can be written to it."""
-    from vllm.v1.kv_offload.tiering.fs.io import probe_o_direct
-
-    try:
-        with tempfile.TemporaryDirectory(dir=path) as folder:
-            past = (
-                "past" if probe_o_direct(folder) else "through"
-            )  # as vLLM's ``fs`` tier then does
-    except OSError as error:
-        raise CannotStart(f"--files: cannot write to {path}: {error.strerror}") from None
-    command = ["stat", "--file-system", "--format=%T", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"Files in {path}: {done.stdout.strip() or 'unknown'}, {past} the page cache"
 
 
 def _drop_from_page_cache(folder: Path) -> None:

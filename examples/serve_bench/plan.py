@@ -174,8 +174,13 @@ class Plan:
 
     @property
     def kv_bytes_per_token(self) -> int | None:
-        """KV of all layers; None if not known."""
-        return self.shape.kv_bytes_per_token if self.shape else None
+        """KV of all layers, what ranks have alike once; None if not known."""
+        return self.shape.kv_bytes_per_token() if self.shape else None
+
+    @property
+    def rank_bytes_per_token(self) -> int | None:
+        """The same on each rank."""
+        return self.shape.kv_bytes_per_token(self.tensor_parallel) if self.shape else None
 
     @property
     def exact(self) -> bool:

@@ -120,9 +120,9 @@ def numbers_of(
         numbers["prompt_tokens"] = all_tokens
         for name, value in by_source.items():
             numbers[name.replace("_tokens", "_share")] = value / all_tokens
-    if plan.kv_bytes_per_token is not None and by_source["external_hit_tokens"]:
-        loaded = by_source["external_hit_tokens"] * plan.kv_bytes_per_token
-        numbers.setdefault("loaded_bytes", loaded)
+    if plan.rank_bytes_per_token is not None and by_source["external_hit_tokens"]:
+        of_all_ranks = plan.rank_bytes_per_token * plan.tensor_parallel
+        numbers.setdefault("loaded_bytes", by_source["external_hit_tokens"] * of_all_ranks)
     for way, done in (("load", "loaded"), ("store", "stored")):
         if counted.get(f"{done}_bytes") and counted.get(f"{done}_seconds"):
             numbers[f"{way}_rate"] = counted[f"{done}_bytes"] / counted[f"{done}_seconds"]
@@ -191,6 +191,8 @@ def _problems_of(each: Mapping[str, Any], plan: Plan, contender: Contender) -> I
     numbers, workload = each["numbers"], each["workload"]
     if not each["lost"] and not numbers["requests"]:
         yield "nothing was asked after the agents' first requests"
+    if dry := numbers.get("dry_agents"):
+        yield f"{dry} agents had no request left before the time was over"
     if (busy := numbers.get("client_busy", 0)) > plan.most_client_busy:
         yield f"the client computed for {busy:.0%} of the time, and measured itself"
     hits = numbers.get("external_hit_tokens", 0)
@@ -229,16 +231,16 @@ def _different_answers(runs: Runs, plan: Plan) -> Iterator[str]:
 
 def floor_line(by_contender: Summaries, plan: Plan, bytes_per_second: float | None) -> str | None:
     """The least time of a hit in the host tier, and each contender's beside it. The least is a hit
-    on the device (the fastest contender's), and the bytes in one contiguous copy, of which each
-    rank copies its share. None without such a copy or such hits."""
+    on the device (the fastest contender's), and a rank's bytes in one contiguous copy. None without
+    such a copy or such hits."""
     hits = {
         name: by_workload["ttft"].ttft
         for name, by_workload in by_contender.items()
         if "ttft" in by_workload and {HOST_HIT, DEVICE_HIT} <= by_workload["ttft"].ttft.keys()
     }
-    if bytes_per_second is None or plan.kv_bytes_per_token is None or not hits:
+    if bytes_per_second is None or plan.rank_bytes_per_token is None or not hits:
         return None
-    num_bytes = plan.prompt_tokens * plan.kv_bytes_per_token / plan.tensor_parallel
+    num_bytes = plan.prompt_tokens * plan.rank_bytes_per_token
     floor = min(each[DEVICE_HIT]["p50"] for each in hits.values()) + num_bytes / bytes_per_second
     over = [f"{name} {each[HOST_HIT]['p50'] / floor:.2f}x" for name, each in hits.items()]
     return (

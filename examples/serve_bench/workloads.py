@@ -147,6 +147,8 @@ async def traces(client: Client, agents: int) -> Numbers:
     by_agent = requests_by_agent(plan, agents)
     limit = math.inf if plan.seconds is None else plan.seconds
     asked: list[Request] = []
+    dry: list[int] = []
+    """Agents without requests before the time is over: the others have the engine to themselves."""
 
     @cache
     def text(length: int, *what: object) -> list[int]:
@@ -158,8 +160,8 @@ async def traces(client: Client, agents: int) -> Numbers:
         name = f"agent {agent}, request {number + 1}"
         await client.ask(kind, name, prompt, request.answer_tokens)
 
-    async def go_on(requests: Sequence[Request]) -> None:
-        for request in requests:
+    async def go_on(agent: int) -> None:
+        for request in by_agent[agent][1:]:
             prompt = request.prompt(text)
             left = limit - client.elapsed()
             await asyncio.sleep(max(0.0, min(request.pause, left)))
@@ -167,6 +169,8 @@ async def traces(client: Client, agents: int) -> Numbers:
                 return
             await send(FIRST_TURN if request.opens else LATER_TURNS, request, prompt)
             asked.append(request)
+        if plan.requests is None and client.elapsed() < limit:
+            dry.append(agent)
 
     first = [requests[0] for requests in by_agent]
     prompts = [request.prompt(text) for request in first]
@@ -175,9 +179,10 @@ async def traces(client: Client, agents: int) -> Numbers:
             tasks.create_task(send(None, request, prompt))
     client.begin()
     async with asyncio.TaskGroup() as tasks:
-        for requests in by_agent:
-            tasks.create_task(go_on(requests[1:]))
-    return {"seconds": min(limit, client.elapsed())} | _needed(plan, first, asked)
+        for agent in range(agents):
+            tasks.create_task(go_on(agent))
+    found: Numbers = {"seconds": min(limit, client.elapsed()), "dry_agents": len(dry)}
+    return found | _needed(plan, first, asked)
 
 
 def _needed(plan: Plan, first: Sequence[Request], asked: Sequence[Request]) -> Numbers:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.accuracy.__main__ import main
-from examples.accuracy.evaluation import Evaluation, evaluate, find_python, read_evaluation
+from examples.accuracy.evaluation import Evaluation, evaluate, read_evaluation
 from examples.accuracy.results import METRICS, Outcome, Pass
 from examples.bench.child import stop
 from examples.bench.command import BAD_RESULT, RunFailed
@@ -49,7 +49,8 @@ NO_HITS = "nothing of the second pass came from the host tier"
         ({}, None),
         (
             {"first": a_pass("first pass", "yes no yes")},
-            "1 samples were answered in only one of without and first pass",
+            """1 of 4 answers of the first pass differ from those of the run without:
+  task 3: 'yes', then 'no answer'""",
         ),
         (
             {"first": a_pass("first pass", "yes no no yes")},
@@ -143,16 +144,12 @@ def test_the_table_the_numbers_and_the_exit_code_agree(
     printed = capsys.readouterr().out
     assert words_of_verdict in printed
     assert ("PASSED: all 4 samples" in printed) == (code == 0)
-    shown = [" ".join(line.split()) for line in printed.splitlines()]
     numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
     assert numbers["passed"] == (code == 0)
     first, second = (numbers["passes"][name] for name in ("first pass", "second pass"))
     assert (first["same_answers"], second["host_hit_tokens"]) == (4, 384)
     assert second["same_answers"] == (4 if code == 0 else 3)
-    assert f"same answers 4 4 {second['same_answers']}" in shown
-    assert "host hit tokens 0 0 384" in shown
-    assert "hit share 0 0 0.96" in shown
-    assert "task, exact match,words 1 1 1" in shown
+    assert second["hit_share"] == 0.96
 
 
 PAUSE = "import signal; signal.pause()"
@@ -176,10 +173,3 @@ def test_a_server_or_an_lm_eval_that_fails_is_reported(
             evaluate([sys.executable, "-c", lm_eval], running, tmp_path)
     finally:
         stop(running.process)
-
-
-def test_a_missing_lm_eval_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("examples.accuracy.evaluation.OWN_PYTHON", tmp_path / "bin" / "python")
-    monkeypatch.setattr("examples.accuracy.evaluation.find_spec", lambda _: None)
-    with pytest.raises(RunFailed, match="make set-up-eval"):
-        find_python()

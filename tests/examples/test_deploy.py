@@ -1,6 +1,5 @@
 """The Dockerfile, the values for Helm and llm-d's overlay: as far as they run without a cluster."""
 
-import json
 import re
 import zipfile
 from pathlib import Path
@@ -26,23 +25,8 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text())
 PATCH: dict[str, Any] = yaml.safe_load((DEPLOY / "llm-d" / "patch-vllm.yaml").read_text())
 
-CHART_KEYS = {
-    "name": str,
-    "repository": str,
-    "tag": str,
-    "modelURL": str,
-    "replicaCount": int,
-    "requestCPU": int,
-    "requestGPU": int,
-    "requestMemory": str,
-    "limitMemory": str,
-    "vllmConfig": dict,
-}
-"""Keys of a modelSpec that the values use, and their types: vllm-project/production-stack,
-helm/values.schema.json, at a6c01db (chart 0.1.12). The schema allows any other key, which the
-templates then ignore."""
 CHART_FLAGS = {"maxModelLen": "--max-model-len", "tensorParallelSize": "--tensor-parallel-size"}
-ROUTING = ("roundrobin", "session", "prefixaware", "kvaware")
+"""Keys of vLLM's settings in the values of vllm-project/production-stack, at a6c01db."""
 GUIDE_LIMIT = 400 * GIB
 """Memory limit of the container that the overlay patches: llm-d/llm-d,
 guides/tiered-prefix-cache/modelserver/gpu/vllm/base/patch-vllm.yaml, at 17760b7."""
@@ -75,8 +59,10 @@ def tier_bytes(config: VllmConfig, limit: int, machine: Machine) -> int | None:
 
 
 def test_the_image_has_a_supported_vllm() -> None:
-    versions = re.findall(r"\d+\.\d+\.\d+", DOCKERFILE)
-    assert len(versions) == 2, "in the command, and by default"
+    texts = (DOCKERFILE, *(file.read_text() for file in DEPLOY.glob("**/*.yaml")))
+    tagged = r"(?:VLLM_VERSION=|vllm-simple-offload:|tag: \"?)(\d+\.\d+\.\d+)"
+    versions = re.findall(tagged, "".join(texts))
+    assert len(versions) == 4, "in the command, by default, in the chart and in the overlay"
     (version,) = set(versions)
     assert OLDEST <= tuple(map(int, version.split(".")[:2])) <= NEWEST
     assert "FROM vllm/vllm-openai:v${VLLM_VERSION}\n" in DOCKERFILE
@@ -108,17 +94,6 @@ def model_spec() -> dict[str, Any]:
     return dict(spec)
 
 
-def test_the_values_are_those_of_the_chart(model_spec: dict[str, Any]) -> None:
-    assert VALUES.keys() == {"servingEngineSpec", "routerSpec"}
-    assert VALUES["routerSpec"]["routingLogic"] in ROUTING
-    assert {key: type(value) for key, value in model_spec.items()} == CHART_KEYS
-    assert model_spec["tag"] in DOCKERFILE
-    # Folded lines of YAML are one line for JSON, and the chart quotes each argument.
-    option, text = model_spec["vllmConfig"]["extraArgs"]
-    assert (option, "\n" in text) == ("--kv-transfer-config", False)
-    assert json.loads(text)["kv_connector_module_path"] == "simple_offload"
-
-
 def test_vllm_serves_with_the_connector(
     model_spec: dict[str, Any], make_vllm_config: MakeVllmConfig, machine: Machine
 ) -> None:
@@ -131,17 +106,6 @@ def test_vllm_serves_with_the_connector(
 
 
 # llm-d's overlay
-
-
-def test_the_overlay_patches_the_servers_of_the_guide() -> None:
-    """Names as in the base's Deployment: llm-d/llm-d,
-    guides/tiered-prefix-cache/modelserver/gpu/vllm/base, at 17760b7. It starts `vllm serve`."""
-    assert (PATCH["kind"], PATCH["metadata"]["name"]) == ("Deployment", "decode")
-    (container,) = PATCH["spec"]["template"]["spec"]["containers"]
-    assert container["name"] == "modelserver"
-    assert container["image"].split(":")[1] in DOCKERFILE
-    overlay = yaml.safe_load((DEPLOY / "llm-d" / "kustomization.yaml").read_text())
-    assert overlay["patches"] == [{"path": "patch-vllm.yaml"}]
 
 
 def test_vllm_serves_with_the_overlays_arguments(

@@ -29,7 +29,7 @@ from examples.bench.command import (
     exit_code_of,
 )
 from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, OURS, Contender, before
-from examples.bench.models import ModelShape
+from examples.bench.models import DEEPSEEK_LITE, ModelShape
 from examples.serve_bench import __main__ as command
 from examples.serve_bench.agents import requests_by_agent
 from examples.serve_bench.bench import Bench
@@ -305,7 +305,8 @@ def test_a_server_that_runs_already(
         for ids in (2, 3, 4, 30):
             more = {"input_length": 512 * ids, "hash_ids": list(range(ids))}
             file.write(json.dumps(row | more) + "\n")
-    options = ["--traces", str(trace), "--agents", "2", "--scale", "32", "--output", str(tmp_path)]
+    options = ["--traces", str(trace), "--agents", "2", "--scale", "32", "--requests", "3"]
+    options += ["--output", str(tmp_path)]
     log = tmp_path / "server.log"
     with serving.Server("model", [], dict(os.environ), log, name="theirs") as server:
         url = ["--url", f"{server.url}/v1/"]
@@ -358,7 +359,6 @@ def test_with_vllm(
     code = code_of(Bench(plan, [CONTENDERS[name] for name in names], tmp_path))
     captured = capsys.readouterr()
     assert code == 0, captured
-    assert f"Files in {files}: " in captured.out
     assert not list(files.iterdir())
     # All but a prompt's last block, which has a token that must be computed.
     whole = plan.prompt_tokens - plan.block_size
@@ -406,51 +406,14 @@ def measured(workload: str = "ttft", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_an_engine_with_files_is_started_again_over_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    seen: list[str] = []
-
-    def play(arguments: list[str], _environment: Any, log: Path, on_event: Any) -> None:
-        sent = json.loads(arguments[-1])
-        seen.append(log.stem)
-        names = ["ttft", "turns"]
-        if sent["start"]["folder"] is not None:
-            folder, again = Path(sent["start"]["folder"]), sent["start"]["again"]
-            assert list(folder.iterdir()) == ([folder / "one.bin"] if again else [])
-            (folder / "one.bin").touch()
-            assert str(folder) in json.dumps(sent["contender"])
-            if again:
-                names = ["restart", "turns, restarted"]
-        for name in names:
-            hits = 0.0 if name == "restart" else 100.0
-            numbers = {"requests": 3, "external_hit_tokens": hits}
-            on_event({"measured": measured(name, numbers=numbers)})
-
-    monkeypatch.setattr(LISTEN, play)
-    changes = {"transport": "engine", "workloads": ("ttft", "turns", "restart")}
-    one = bench(tmp_path, "ours", "ours-files", "offloading-files", files=str(files), **changes)
-    assert code_of(one) == BAD_RESULT
-    with_files = [
-        f"{name}-files-1{again}" for name in ("ours", "offloading") for again in ("", "-again")
-    ]
-    assert seen == ["ours-1", *with_files]
-    assert one.problems == [
-        "offloading-files, restart, round 1, repeat 1: the connector got no hits"
-    ]
-    assert not list(files.iterdir())
-    turns_alone = replace(one.plan, workloads=("turns", "restart"))
-    assert list(plays(turns_alone, again=True)) == ["turns, restarted"]
-    missing = bench(tmp_path, "ours", files=str(tmp_path / "missing"), **changes)
-    assert code_of(missing) == CANNOT_START
-
-
-def test_a_failing_engine_shows_its_log(
+def test_a_failing_engine_shows_its_log_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing = [sys.executable, "-c", "import sys; print('no memory left'); sys.exit(7)"]
+    code = (
+        "import subprocess, sys; pause = [sys.executable, '-c', 'import signal; signal.pause()'];"
+    )
+    code += "print(subprocess.Popen(pause).pid); print('no memory left'); sys.exit(7)"
+    failing = [sys.executable, "-c", code]
     monkeypatch.setattr("examples.serve_bench.bench.child_command", lambda *_, **__: failing)
     (tmp_path / "result.json").write_text("of an earlier bench")
     assert code_of(bench(tmp_path, "ours", transport="engine", workloads=("ttft",))) == RUN_FAILED
@@ -458,6 +421,8 @@ def test_a_failing_engine_shows_its_log(
     assert "The process of ours-1 ended: exit code 7" in printed
     assert "no memory left" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["ours-1.log"]
+    pid = int((tmp_path / "ours-1.log").read_text().split()[0])
+    assert_gone([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
 
 
 def test_another_commit_takes_the_place_of_the_package_alone(
@@ -574,6 +539,15 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
     one = bench(tmp_path, "none", workloads=("traces",), traces=trace, **changes)
     assert code_of(one) == CANNOT_START
     assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+def test_agents_that_run_dry_are_named(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The requests of others would be faster for it."""
+    plan = {"traces": str(save_sessions(tmp_path)), "requests": None, "agents": (3,)}
+    one = bench(tmp_path, "none", workloads=("traces",), **plan)
+    assert code_of(one) == BAD_RESULT
+    (problem,) = one.problems
+    assert problem.endswith("repeat 1: 3 agents had no request left before the time was over")
 
 
 # Figures
@@ -706,7 +680,10 @@ def test_the_report_has_medians_ratios_and_the_floor() -> None:
         "Least time of a hit in the host tier: 50.0 ms, with a copy at 26.8 GB/s. none 1.00x, "
         "ours 1.00x"
     )
-    split = floor_line(found, replace(plan, tensor_parallel=2), 25 * 2.0**30)
-    assert split is not None
-    assert "30.0 ms" in split
+    assert H200.shape is not None
+    one_head = replace(H200.shape, num_kv_heads=1)
+    # Two ranks share eight heads, but each needs the one head, and the latents.
+    for shape, least in ((H200.shape, "30.0"), (one_head, "15.0"), (DEEPSEEK_LITE, "19.5")):
+        on_two = replace(plan, shape=shape, tensor_parallel=2)
+        assert f"{least} ms" in str(floor_line(found, on_two, 25 * 2.0**30)), shape
     assert floor_line(found, plan, None) is None
