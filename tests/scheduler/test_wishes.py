@@ -322,8 +322,10 @@ def test_what_is_released_leaves_first(wide: MakeDriver, lazy: bool | None, wish
     assert released(driver, prompt(21)) == ([*range(5)] if wishes else [])
 
 
-def test_a_release_counts_although_the_stores_are_in_flight(wide: MakeDriver) -> None:
-    driver = wide(False)
+@SETTINGS
+def test_a_release_counts_for_what_the_tier_gets_later(wide: MakeDriver, lazy: bool | None) -> None:
+    """Stores are in flight when the request ends, or they start only before eviction."""
+    driver = wide(lazy)
     driver.serve("a", prompt(21), wishes=RELEASE)
     assert released(driver, prompt(21)) == [*range(5)]
 

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policy.protections import Protections
 from simple_offload.scheduler.policy.queue_reservations import QueueReservations
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
@@ -163,6 +164,22 @@ def release(tier: int = 1024, blocks: int = 32) -> Work:
     full = full_tier(tier)
     store(full, NEW, blocks)
     return count_work(full.release, keys_of(NEW, blocks))
+
+
+def protect(sessions: int = 64) -> Work:
+    """Protect a block for one more session."""
+    protections = Protections(full_tier(1024))
+    for number in range(sessions):
+        protections.add(f"{number}".encode(), 60, keys_of(number, 1))
+    return count_work(protections.add, b"one more", 60, keys_of(sessions, 1))
+
+
+def forget_wishes(sessions: int = 64) -> Work:
+    """End the wishes of sessions whose prompts had not one block."""
+    protections = Protections(full_tier(1024))
+    for number in range(sessions):
+        protections.add(f"{number}".encode(), 60, ())
+    return count_work(protections.clear)
 
 
 def open_in_chunks(tier: int = 1024) -> Work:
@@ -431,6 +448,8 @@ TABLE = (
     Row("device reset", on_device_reset, dict(tier=CONSTANT)),
     Row("reserve and unreserve", reserve, CHAIN),
     Row("release", release, CHAIN),
+    Row("protect", protect, dict(sessions=CONSTANT)),
+    Row("forget wishes for nothing", forget_wishes, dict(sessions=CONSTANT)),
     Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
     # Of each 32 blocks the policy follows one, and then looks at all that it follows.
     Row(
@@ -478,6 +497,7 @@ SIZES = {
     "loads": (8, 16, 32),
     "aborted": (64, 128, 192),  # with more, a set grows in a leap
     "waiting": (64, 128, 256),
+    "sessions": (64, 128, 192),
 }
 
 

@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
@@ -30,7 +31,8 @@ class Protections:
         self._by_session: OrderedDict[bytes, _Protection] = OrderedDict()
         """The session that has wished last comes last."""
         self._num_keys = 0
-        self._next_end = 0.0
+        self._next_end = inf
+        """No session ends before."""
 
     def add(self, session: bytes, seconds: float, keys: Iterable[BlockHashWithGroupId]) -> None:
         """A request of ``session`` wants contents with ``keys``, parents before children, protected
@@ -39,6 +41,7 @@ class Protections:
         known = self._by_session.setdefault(session, _Protection(until, {}))
         self._by_session.move_to_end(session)
         known.until = max(known.until, until)
+        self._next_end = min(self._next_end, until)
         limit = int(PROTECTIONS_SHARE * self._tier.max_contents)
         wanted = dict.fromkeys(key for key in keys if key not in known.keys)
         new = list(wanted)[: max(0, limit - len(known.keys))]
@@ -47,7 +50,8 @@ class Protections:
         self._tier.reserve(new)
         while self._num_keys > limit:
             self.end(next(iter(self._by_session)))
-        self._note_next_end()
+        if not known.keys:
+            self.end(session)  # the share bounds the others only
 
     def end(self, session: bytes) -> None:
         """The wishes of ``session`` count no more."""
@@ -61,11 +65,8 @@ class Protections:
             now = self.clock()
             for session in [s for s, each in self._by_session.items() if each.until <= now]:
                 self.end(session)
-            self._note_next_end()
+            self._next_end = min((each.until for each in self._by_session.values()), default=inf)
 
     def clear(self) -> None:
         for session in [*self._by_session]:
             self.end(session)
-
-    def _note_next_end(self) -> None:
-        self._next_end = min((each.until for each in self._by_session.values()), default=0.0)

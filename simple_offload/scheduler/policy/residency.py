@@ -74,7 +74,8 @@ class Residency:
         self._to_store: dict[int, BlockHashWithGroupId] = {}
         """By device block, contents that the tier is to get. It may have them all the same."""
         self._bypassed: dict[int, BlockHashWithGroupId] = {}
-        """By device block, contents that it gets, or keeps, only after a hit."""
+        """By device block, contents that it gets, or keeps, only after a hit. Released ones may be
+        on their way there."""
         self._payloads: dict[int, PayloadsByKey] = {}
         """By device block, if KV events are wanted: it may outlive its request."""
         self._allocated: dict[int, None] = {}
@@ -236,9 +237,10 @@ class Residency:
             block_id = block.block_id
             if block.block_hash == key:
                 self._is_hit[block_id] = False
-                is_resident = self._host_of[block_id] > 0
-                if is_resident or (is_full and self._to_store.pop(block_id, None) is not None):
+                if self._host_of[block_id] or block_id in self._to_store:
                     self._bypassed[block_id] = key
+                if is_full:
+                    self._to_store.pop(block_id, None)
 
     def clear(self) -> None:
         self._host_of[:] = 0
