@@ -99,6 +99,15 @@ def test_a_tier_of_a_model_with_several_groups_notices_it(
         assert sum(take_turns(driver, range(12), 1)) >= 3 * BLOCKS
 
 
+@SETTINGS
+def test_one_prompt_that_returns_late_is_no_overload(drive: MakeDriver, lazy: bool | None) -> None:
+    """All of its blocks return at once, so they prove nothing."""
+    driver = drive(**SMALL, lazy=lazy)
+    for turn in range(3):
+        take_turns(driver, [0, *range(1 + 12 * turn, 13 + 12 * turn)], 1)
+    assert driver.world.ledger(metrics.SKIPPED, "overload") == 0
+
+
 # An overload in which chance admits no request
 
 

@@ -533,9 +533,14 @@ def test_refused_blocks_are_counted_when_they_are_evicted(
     assert counted(driver, metrics.DROPPED) == counted(driver, metrics.STORED) == 0
 
 
-def test_a_tier_without_room(drive: MakeDriver) -> None:
-    """The tier has two blocks, which are always in a store."""
-    driver = drive(**ROOMY | {"num_host_blocks": 3}, lazy=True)
+@pytest.mark.parametrize("num_host_blocks", [3, 121])
+def test_a_tier_without_room(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, num_host_blocks: int
+) -> None:
+    """The tier has two blocks, which are always in a store; or many, and all are pinned."""
+    driver = drive(**ROOMY | {"num_host_blocks": num_host_blocks}, lazy=True)
+    if num_host_blocks > 3:
+        monkeypatch.setattr(driver.tier, "allocate", lambda count, keep: [])
     driver.fill(40)
     assert counted(driver, metrics.DROPPED, "tier_full") > 5
     assert counted(driver, metrics.DROPPED, "too_late") == 0
