@@ -81,6 +81,7 @@ class Boundaries:
             return []
         boundary = self._note(request, num_tokens, keys)
         boundary.num_hits += not self._num_continued(request, boundary.gone_on)
+        boundary.gone_on = None  # a second one that continues that request branches off
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
                 self._tier.release(self._forget(each))

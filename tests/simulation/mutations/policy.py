@@ -25,6 +25,7 @@ from tests.simulation.mutations.situations import (
     EVICTIONS,
     FULL_DEVICE,
     INNER_HITS,
+    LONG_HITS,
     NO_ROOM,
     ORDINARY,
     OVERLOAD,
@@ -131,6 +132,10 @@ release_what_two_went_on_from = mutation(Boundaries.hit, "each.num_hits <= 1 and
 # The answer that the request before got, although this one has gone on at its prompt.
 release_other_branches = mutation(
     Boundaries.hit, " if each.num_tokens < num_tokens", "", BOUNDARIES
+)
+# All of them continue the request that has gone on last.
+count_branches_of_one_request_as_one = mutation(
+    Boundaries.hit, "boundary.gone_on = None", "pass", LONG_HITS
 )
 # It may never get into the tier.
 release_before_the_successor_is_hit = mutation(

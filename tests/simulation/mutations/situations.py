@@ -316,6 +316,14 @@ INNER_HITS = engine(
 BOUNDARIES = Situation(PLAIN | {"windows": (0, 8)}, changes=_ROOM | _EAGER | _BUSY)
 """Requests leave windows at their ends, and others go on from there."""
 
+LONG_HITS = replace(
+    BOUNDARIES,
+    model=PLAIN | {"windows": (0,), "num_states": 1, "match_unit": 2, "draft": True},
+    first_seed=21,
+)
+"""The same for states beside a drafter: a hit may be longer than the next one at the end of its
+request's prompt, and ends before the end that its request continues."""
+
 CHAINED_WINDOWS = Situation(
     PLAIN
     | {"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3}
