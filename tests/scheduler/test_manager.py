@@ -107,6 +107,7 @@ def test_ranks_open_no_more_than_the_smallest_has_room_for(
     shape = {"uneven_ranks": True, "num_ranks": 2, "num_host_blocks": 10, "chunk_blocks": 2}
     driver = drive(num_handshakes=num_handshakes, lazy=True, **shape)
     large, small = driver.world.ranks
+    assert [rank.worker.capacity.num_host_blocks for rank in (large, small)] == [20, 10]
     assert not any(driver.world.can_open(rank) for rank in (large, small))
     if num_handshakes == 0:
         driver.step()
@@ -116,7 +117,6 @@ def test_ranks_open_no_more_than_the_smallest_has_room_for(
     for rank in (large, small):
         while driver.world.can_open(rank):
             driver.world.open_chunk(rank)
-    assert [rank.worker.capacity.num_host_blocks for rank in (large, small)] == [20, 10]
     assert [rank.worker.host_pool.num_open for rank in (large, small)] == [10, 10]
     driver.step()
     assert driver.tier.num_blocks == 10
