@@ -136,20 +136,20 @@ class FreeQueueScan:
         if self._residency.are_stored:
             self.is_behind = False
             return
-        if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
+        if self._tier_is_full or (
+            # The cursor has been used. It may be free again, in another place.
+            self._cursor is not None and self._cursor.block_id not in self._passed
+        ):
             self._start_over()
-        self._pass_newcomers()
-        self._go_on(self.min_ahead)
+        min_ahead = self.min_ahead
+        self._pass_newcomers(min_ahead)
+        self._go_on(min_ahead)
         # Goes on when the stores in flight have ended.
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
         if may_store_early and not self._pinned and not self._tier_is_full:
             num_passed = len(self._passed)
             self._go_on(self.num_safe + min(self._tier.num_empty, self._per_step))
             self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
-        # Every free block has been passed, but too few are known: some left unnoticed.
-        num_free = self._device_pool.get_num_free_blocks()
-        if self.num_safe < min(self.min_ahead, num_free) and self._is_at_end():
-            self._start_over()
 
     # Details
 
@@ -191,12 +191,12 @@ class FreeQueueScan:
         self._cursor = None
         self._passed.intersection_update(self._pinned)
 
-    def _pass_newcomers(self) -> None:
+    def _pass_newcomers(self, most: int) -> None:
         """Pass the empty blocks that vLLM has put before all others. Start over if there are more
-        than ``min_ahead``, or others from an unknown place."""
+        than ``most``, or others from an unknown place."""
         if self._cursor is None:
             return
-        for block in block_pool.free_blocks_after(self._device_pool, None, self.min_ahead):
+        for block in block_pool.free_blocks_after(self._device_pool, None, most):
             if block.block_id in self._passed or block is self._cursor:
                 return
             if block.block_hash is not None:
