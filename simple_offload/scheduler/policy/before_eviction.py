@@ -125,7 +125,8 @@ class BeforeEviction(StorePolicy):
         self._scan.free_blocks(blocks)
 
     def on_device_reset(self) -> None:
-        self._residency.on_device_reset(self._scan.drop_reason)
+        if dropped := self._residency.on_device_reset():
+            self._residency.count_dropped(dropped, self._scan.drop_reason)
 
     def on_reset(self) -> None:
         super().on_reset()
@@ -165,7 +166,8 @@ class BeforeEviction(StorePolicy):
         lost, hits = self._residency.drain_used()
         if lost:
             self._scan.on_used(lost)
-            self._residency.on_lost(lost, self._scan.drop_reason)
+            if dropped := self._residency.on_lost(lost):
+                self._residency.count_dropped(dropped, self._scan.drop_reason)
         for request_id, block_ids in hits.items():
             progress = self._progress.get(request_id)
             rule = progress.rule if progress is not None else StoreRule.ALL

@@ -88,6 +88,8 @@ class QueueReservations:
     def on_step(self) -> None:
         """A step has been scheduled. Requests that are still in the queue wait."""
         tier, later, served = self._tier, self._later, self._served
+        if not later:
+            return
         share = int(RESERVED_SHARE * tier.max_contents) - self._num_taken
         room = share - tier.num_reserved
         while later:

@@ -126,9 +126,9 @@ class Residency:
         self._hits = {}
         return allocated, hits
 
-    def on_lost(self, block_ids: Sequence[int], reason: str) -> None:
-        """Requests fill these blocks now: the device has lost their contents, in this order. These
-        count as dropped for ``reason`` if they are not in the tier."""
+    def on_lost(self, block_ids: Sequence[int]) -> list[BlockHashWithGroupId]:
+        """Requests fill these blocks now: the device has lost their contents, in this order.
+        Returns those that were to be stored."""
         for block_id in block_ids if self._payloads else ():
             self._payloads.pop(block_id, None)
         lost, bypassed = _pop_all(self._to_store, block_ids), _pop_all(self._bypassed, block_ids)
@@ -148,7 +148,7 @@ class Residency:
         if self._reuse.advance(num_resident + len(lacking)):
             new = hosts[(hosts > 0) & ~hit].tolist()
             self._follow(lacking.values(), new)
-        self._count_dropped(list(lost.values()), reason)
+        return list(lost.values())
 
     def on_hit(self, block_ids: Sequence[int], rule: StoreRule) -> bool:
         """A request has hit these blocks on the device, parents before children. Contents that the
@@ -164,14 +164,26 @@ class Residency:
                 self._to_store[block.block_id] = block.block_hash
         return bool(lacking)
 
-    def on_device_reset(self, reason: str) -> None:
-        """The device's prefix cache has been reset: forget all contents. They count as dropped for
-        ``reason`` if they are not in the tier."""
+    def on_device_reset(self) -> list[BlockHashWithGroupId]:
+        """The device's prefix cache has been reset: forget all contents. Returns those that were to
+        be stored."""
         self._cached = block_pool.cached(self._device_pool)
         lost = list(self._to_store.values())
         self.clear()
         self._tier.on_device_reset()
-        self._count_dropped(lost, reason)
+        return lost
+
+    def count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> None:
+        """Count contents that the device has lost, and that were to be stored, as dropped for
+        ``reason``, unless the tier or another block has them or they are on their way."""
+        absent = self._stores.absent(keys)
+        admitted = self._admission.admitted(absent)
+        # A request that computes them again has blocks with their keys already.
+        self._tier.history.note(MissReason.NOT_STORED, admitted)
+        self._tier.history.note(MissReason.BELOW_THRESHOLD, absent - admitted)
+        dropped = absent.difference(block_pool.cached(self._device_pool))
+        self._meter.add(metrics.SKIPPED, len(dropped - admitted), "below_threshold")
+        self._meter.add(metrics.DROPPED, len(dropped & admitted), reason)
 
     # What has become of contents
 
@@ -333,20 +345,6 @@ class Residency:
                     block.block_hash_num_tokens,
                     request,
                 )
-
-    def _count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> None:
-        """Count contents that the device has lost and the tier lacks, unless another block has
-        them or they are on their way."""
-        if not keys:
-            return
-        absent = self._stores.absent(keys)
-        admitted = self._admission.admitted(absent)
-        # A request that computes them again has blocks with their keys already.
-        self._tier.history.note(MissReason.NOT_STORED, admitted)
-        self._tier.history.note(MissReason.BELOW_THRESHOLD, absent - admitted)
-        dropped = absent.difference(block_pool.cached(self._device_pool))
-        self._meter.add(metrics.SKIPPED, len(dropped - admitted), "below_threshold")
-        self._meter.add(metrics.DROPPED, len(dropped & admitted), reason)
 
 
 class _Covered(Container[int]):

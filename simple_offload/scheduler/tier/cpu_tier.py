@@ -373,7 +373,7 @@ class CpuTier:
         """Have the first one stand for all of ``blocks``."""
         first = blocks[0]
         self._at_place[: len(blocks), first.block_id] = [block.block_id for block in blocks]
-        self._order.num_replicas += len(blocks) - 1
+        self._order.max_contents -= len(blocks) - 1
         return first
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -382,7 +382,7 @@ class CpuTier:
         at_place = self._at_place[:, ids]
         self._at_place[:, ids] = ids
         others = [self._pool.blocks[i] for i in at_place[at_place != ids].tolist()]
-        self._order.num_replicas -= len(others)
+        self._order.max_contents += len(others)
         return [*blocks, *others]
 
     def _on_lost(self, **counts: int) -> None:

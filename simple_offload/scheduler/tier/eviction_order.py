@@ -89,21 +89,19 @@ class EvictionOrder:
         """Scratch of ``_num_distinct``, by block id."""
         self.num_duplicates = 0
         """Blocks whose contents the device has too, pinned or free."""
-        self.num_replicas = 0
-        """Blocks that another one stands for (``CpuTier.allocate_for``). They are in no queue."""
+        self.max_contents = -1
+        """Blocks, without vLLM's null block, and without those that another one stands for
+        (``CpuTier.allocate_for``), which are in no queue."""
         self.grow()
 
     def grow(self) -> None:
         """Cover the blocks that the pool has by now."""
         num_blocks = len(self._pool.blocks)
-        self._codes.extend(bytes([_EMPTY]) * (num_blocks - len(self._codes)))
+        num_more = num_blocks - len(self._codes)
+        self.max_contents += num_more
+        self._codes.extend(bytes([_EMPTY]) * num_more)
         self._used_at.resize(num_blocks, refcheck=False)
         self._places.resize(num_blocks, refcheck=False)
-
-    @property
-    def max_contents(self) -> int:
-        """Blocks, without vLLM's null block, and without those that another one stands for."""
-        return len(self._pool.blocks) - 1 - self.num_replicas
 
     @property
     def num_free(self) -> int:
