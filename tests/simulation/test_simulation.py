@@ -208,7 +208,7 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [51031, 110022, 1500073, 2300075, 2500123, 2900278, 6200111, 8100146, 8200253]
+    "seed", [51031, 110022, 1500073, 2300075, 2500123, 2900278, 6200111, 8100146, 8200253, 9700069]
 )
 def test_seeds_that_failed(seed: int) -> None:
     """51031: a session's block was the last one with its contents before the step that computed it.
@@ -227,7 +227,8 @@ def test_seeds_that_failed(seed: int) -> None:
 
     8100146: a miss of contents that the device still had when the tier was reset was unseen.
 
-    8200253: a read that ended after the second tier's process waited for its check for ever."""
+    8200253: a read that ended after the second tier's process waited for its check for ever.
+    9700069: with a boundary, a drafter's block behind it was released, of another conversation."""
     play(seed)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, get_block_hash
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -84,14 +84,18 @@ class Boundaries:
         boundary.gone_on = None  # a second one that continues that request branches off
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
-                self._tier.release(self._forget(each))
+                # Not what lies behind this hit, in another conversation: the end of the request's
+                # answer, or the block behind a hit that a drafter reads.
+                before = set(request.block_hashes[: num_tokens // self._groups.hash_block_size])
+                keys_before = [k for k in self._forget(each) if get_block_hash(k) in before]
+                self._tier.release(keys_before)
                 each.keys = ()
                 each.earlier.clear()
                 self._released[each.last] = each
                 if len(self._released) > self._tier.max_contents:
                     self._released.popitem(last=False)
         boundary.earlier.clear()
-        return [*(each for each in boundary.beside if each.num_tokens < num_tokens), boundary]
+        return [*boundary.beside, boundary]
 
     def num_own(self, request: Request, num_tokens: int) -> int:
         """Tokens of the conversation that a request would continue after a hit of ``num_tokens``
