@@ -121,9 +121,9 @@ class PromptRecords:
         *,
         is_asked: bool,
     ) -> None:
-        """The request has got blocks. The first time, its prompt is attributed: to the device what
-        vLLM has found there, and to loads ``num_loaded`` tokens, of which a fetch brought
-        ``num_fetched``. ``is_asked``: whether caches were asked."""
+        """The request has got blocks. The first time, its prompt's tokens get their sources. vLLM
+        knows the device's. Loads bring ``num_loaded``; the second tier had ``num_fetched`` of them.
+        ``is_asked``: whether caches were asked."""
         request_id = request.request_id
         if (record := self._by_request.get(request_id)) is not None:
             if not num_loaded:

@@ -64,8 +64,8 @@ class Boundaries:
 
     def hit(self, request: Request, num_tokens: int) -> list[Boundary]:
         """A request goes on after a hit of ``num_tokens`` tokens. Releases the boundaries before
-        this one, except those at which no request has ended. Returns the earlier ends of the
-        request that has ended here, and this boundary last."""
+        this one, except those at which no request has ended. Returns the ends of the request that
+        has ended here, and this boundary last."""
         keys = [
             key
             for group in self._groups.ids
@@ -82,19 +82,21 @@ class Boundaries:
         boundary = self._note(request, num_tokens, keys)
         boundary.num_hits += not self._num_continued(request, boundary.gone_on)
         boundary.gone_on = None  # a second one that continues that request branches off
+        useless: list[BlockHashWithGroupId] = []
         for each in boundary.earlier:
             if each.num_hits <= 1 and each.beside:
-                # Not what lies behind this hit, in another conversation: the end of the request's
-                # answer, or the block behind a hit that a drafter reads.
-                before = set(request.block_hashes[: num_tokens // self._groups.hash_block_size])
-                keys_before = [k for k in self._forget(each) if get_block_hash(k) in before]
-                self._tier.release(keys_before)
+                useless += self._forget(each)
                 each.keys = ()
                 each.earlier.clear()
                 self._released[each.last] = each
                 if len(self._released) > self._tier.max_contents:
                     self._released.popitem(last=False)
         boundary.earlier.clear()
+        if useless:
+            # Another conversation may need blocks behind this hit: the end of an answer, or the
+            # block that a drafter reads behind a boundary.
+            before = set(request.block_hashes[: num_tokens // self._groups.hash_block_size])
+            self._tier.release([key for key in useless if get_block_hash(key) in before])
         return [*boundary.beside, boundary]
 
     def num_own(self, request: Request, num_tokens: int) -> int:

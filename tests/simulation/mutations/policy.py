@@ -130,7 +130,9 @@ never_store_what_was_bypassed = mutation(
 
 release_what_two_went_on_from = mutation(Boundaries.hit, "each.num_hits <= 1 and ", "", BOUNDARIES)
 # The answer that the request before got, although this one has gone on at its prompt.
-release_other_branches = mutation(Boundaries.hit, " if get_block_hash(k) in before", "", BOUNDARIES)
+release_other_branches = mutation(
+    Boundaries.hit, " if get_block_hash(key) in before", "", BOUNDARIES
+)
 # All of them continue the request that has gone on last.
 count_branches_of_one_request_as_one = mutation(
     Boundaries.hit, "boundary.gone_on = None", "pass", LONG_HITS
