@@ -33,14 +33,14 @@ _PROBE = bytes(range(1, 65))
 
 @dataclass(slots=True, eq=False)
 class NpuPending:
-    """A copy under way. If the runtime refused a part of it, it fails only when the descriptors
+    """A copy under way. If a part of it could not be queued, it fails only when the descriptors
     queued before have been copied."""
 
     npu: Any
     event: Any
     descriptors: Descriptors
     """Kept alive: the runtime might read them after the call."""
-    error: AclError | None
+    error: Exception | None
     path: str
 
     def done(self) -> bool:
@@ -148,13 +148,13 @@ class NpuBackend:
         stream = self._streams[direction]
         if barrier is not None:
             stream.wait_event(barrier)
-        error = None
+        error: Exception | None = None
         try:
             # torch_npu queues the wait on the host, and reading the handle empties that queue:
             # with a handle read before, the copies would reach the stream ahead of the wait.
             self._submit(plan, direction, stream.npu_stream)
-        except AclError as refusal:
-            error = refusal
+        except Exception as failure:  # noqa: BLE001 - a part of the copy may be queued
+            error = failure
         path = "batch" if self.batches else "single"
         return NpuPending(self._npu, stream.record_event(), plan, error, path)
 

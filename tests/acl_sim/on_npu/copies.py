@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 import torch_npu
 
 from simple_offload.backends.base import Direction, Measurement
-from simple_offload.backends.npu.acl import Acl, AclError
+from simple_offload.backends.descriptors import Descriptors
+from simple_offload.backends.npu.acl import MAX_BATCH, Acl, AclError
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.memory import GIB
 from tests.acl_sim.on_npu.sides import MakeSides
@@ -221,15 +223,28 @@ def test_a_refusal_says_where_and_why(make_sides: MakeSides, path: str, index: i
     sides.copy(Direction.STORE, blocks, blocks).wait()  # the next copy succeeds
 
 
-def test_a_refused_copy_fails_when_what_was_queued_has_ended(make_sides: MakeSides) -> None:
+@pytest.mark.parametrize("error", [AclError, MemoryError])
+def test_a_refused_copy_fails_when_what_was_queued_has_ended(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     """Until then no other request may get its blocks."""
     sides = make_sides((8,), 10_000)
-    with sides.sim.held(sides.stream(Direction.STORE)):
+    if error is AclError:
         sides.sim.fail_after(4500, 107000)
+    else:
+        copy_batch = Acl.copy_batch
+
+        def copy_full_batch(acl: Acl, plan: Descriptors, *others: Any) -> None:
+            if len(plan.sizes) < MAX_BATCH:
+                raise MemoryError
+            copy_batch(acl, plan, *others)
+
+        monkeypatch.setattr(Acl, "copy_batch", copy_full_batch)
+    with sides.sim.held(sides.stream(Direction.STORE)):
         pending = sides.copy(Direction.STORE, HELD_BLOCKS, HELD_BLOCKS)
         assert not pending.done()
     for call in (pending.wait, pending.done):
-        with pytest.raises(AclError):
+        with pytest.raises(error):
             call()
 
 
