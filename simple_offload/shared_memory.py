@@ -19,7 +19,8 @@ _TOKEN_BYTES = 16
 SEAL_BYTES = 32
 """At the end of a row of host memory, for the second tier's seal."""
 
-_libc = ctypes.CDLL(None)
+_MFD_CLOEXEC = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Address(NamedTuple):
@@ -47,7 +48,10 @@ class SharedMemory:
     @classmethod
     def create(cls) -> "SharedMemory":
         """Memory of size 0. Raises OSError if the system allows none."""
-        descriptor = os.memfd_create("simple-offload", os.MFD_CLOEXEC)
+        # Python's own function is missing in uv's Pythons, which are built for an old libc.
+        descriptor = _libc.memfd_create(b"simple-offload", _MFD_CLOEXEC)
+        if descriptor < 0:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
         os.write(descriptor, secrets.token_bytes(_TOKEN_BYTES))
         return cls(descriptor)
 

@@ -1,7 +1,6 @@
 """RankPool: which ranks share host memory, and what each of them copies."""
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def test_ranks_of_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) ->
         (SharedMemory, "open", (1,)),  # a rank may not look into another
         (SharedMemory, "open", (2,)),
         (SharedMemory, "open", (1, 2)),
-        (os, "memfd_create", (0,)),  # a system may forbid it (vm.memfd_noexec)
+        (SharedMemory, "create", (0,)),  # a system may forbid it (vm.memfd_noexec)
     ],
 )
 def test_if_a_rank_cannot_have_the_memory_each_has_its_own(

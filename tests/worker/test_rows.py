@@ -124,8 +124,8 @@ def test_ranks_of_two_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("owner", "call", "failing"),
     [
-        (os, "memfd_create", (0,)),
-        (os, "memfd_create", (0, 1, 2)),
+        (SharedMemory, "create", (0,)),
+        (SharedMemory, "create", (0, 1, 2)),
         (SharedMemory, "open", (2,)),
         (SharedMemory, "open", (1, 2)),
     ],

@@ -1,6 +1,7 @@
 """SharedMemory, in one process and between processes."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,27 @@ def test_who_maps_more_than_the_others() -> None:
     creator.part(MIB, MIB).fill_(2)
     assert creator.part(0, 2 * MIB).unique().tolist() == [1, 2]
     assert creator.part(0, MIB).unique().tolist() == [1]
+
+
+def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv's Pythons are built for a libc that had none."""
+    for name in ("memfd_create", "MFD_CLOEXEC"):
+        monkeypatch.delattr(os, name)
+    memory = SharedMemory.create()
+    assert not os.get_inheritable(memory.address.descriptor)
+    memory.map(MIB)
+    assert is_mapped()
+
+
+def create_without_a_free_descriptor() -> SharedMemory:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    return SharedMemory.create()
+
+
+def test_the_system_says_why_there_is_no_memory() -> None:
+    with pytest.raises(OSError, match="Too many open files"):
+        in_child(create_without_a_free_descriptor)
 
 
 def is_mapped() -> bool:
