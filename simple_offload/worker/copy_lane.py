@@ -226,11 +226,12 @@ class CopyLane:
         while self._under_way and self._under_way[0].is_accepted:
             first = self._under_way[0]
             try:
-                if first.error is None and not all(group.done() for group in first.groups):
+                # Also where a later group was refused: the blocks of a failed copy are given away.
+                if not all(group.done() for group in first.groups):
                     break
                 first.on_end()
             except Exception as failure:  # noqa: BLE001 - any error is a failed transfer
-                first.error = failure
+                first.error = first.error or failure
             self._under_way.popleft()
             completions.append(Completion(first.transfer, first.error, first.stats))
         return completions
@@ -255,12 +256,15 @@ class CopyLane:
     def hold_compute(self, transfer_ids: Collection[int], num_groups: int) -> None:
         """Make compute that is queued from now on wait, on the device, for the first
         ``num_groups`` layer groups of those of the transfers that are under way. The caller waits
-        until the device has accepted these."""
+        until the device has accepted these. Raises RuntimeError if it has refused a group."""
         for copy in list(self._under_way):
             if copy.transfer.id in transfer_ids:
                 wanted = min(num_groups, copy.num_groups)
                 while len(copy.groups) < wanted and not copy.is_accepted:
                     self._note(self._progress.get())
+                if copy.error is not None:
+                    # Compute is about to read wrong bytes; ``poll`` tells once nothing is in flight.
+                    raise RuntimeError("a load failed after it was announced") from copy.error
                 for group in copy.groups[:wanted][-1:]:
                     group.hold_compute()  # groups are copied in order
 
@@ -273,6 +277,8 @@ class CopyLane:
         """Wait until every submitted transfer is on the device, or has failed. Copies may still
         be under way."""
         while self._num_queued > 0:
+            if not self._thread.is_alive() and self._progress.empty():
+                return  # a signal's handler raised here before, and news was lost
             self._note(self._progress.get())
 
     def drain(self) -> None:

@@ -2,13 +2,15 @@
 
 import sys
 import threading
-from typing import cast
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simple_offload.backends.base import Direction
+from simple_offload.worker import copy_lane
 from simple_offload.worker.copy_lane import CopyLane, CopyThreadDied, LaneBroken
 from tests.conftest import within_patience
 from tests.worker.scripted import (
@@ -84,6 +86,33 @@ def test_a_signal_during_a_quick_copy(bench: Bench) -> None:
     assert bench.poll() == []
 
 
+def test_a_signal_at_any_line_of_the_lane(no_thread_left: None) -> None:
+    """Closing ends all the same, whatever news of the copy thread is lost."""
+    num_lines, has_ended = 0, False
+    while not has_ended:
+        bench, left, tracer = Bench(), num_lines, sys.gettrace()
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename == copy_lane.__file__:
+                left -= event == "line"
+                if left < 0:
+                    raise SystemExit
+            return trace
+
+        sys.settrace(trace)
+        try:
+            bench.submit(1)
+            bench.flush()
+            has_ended = True
+        except SystemExit:
+            num_lines += 1
+        finally:
+            sys.settrace(tracer)
+        within_patience(bench.lane.close)
+    assert num_lines > 20
+
+
 # Layer groups
 
 
@@ -118,12 +147,16 @@ def test_compute_begins_before_the_last_group_is_accepted(
 
 
 def test_a_group_that_the_device_refuses(bench: Bench, by_layer: ScriptedPending) -> None:
-    """No compute waits for it."""
+    """No compute may read the load. It fails when the groups before have ended: its blocks are
+    given to others then."""
     error = bench.backend.group_errors[1, 2] = ScriptedError()
     threading.Timer(0.01, bench.backend.group_gates[1, 2].set).start()
-    bench.lane.hold_compute({1}, 4)
-    assert by_layer.log == [("hold", 1)]
+    with pytest.raises(RuntimeError, match="failed after it was announced") as caught:
+        bench.lane.hold_compute({1}, 4)
+    assert caught.value.__cause__ is error
     assert bench.lane.nearly_done(1.0, lambda load: 3.0) == []
+    assert bench.poll() == []
+    by_layer.ended.set()
     assert bench.poll() == [(1, error)]
 
 
