@@ -187,10 +187,12 @@ class CopyBackend(Protocol):
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
         """Submit the copy of ``transfer``'s blocks, to begin after ``barrier`` if there is one.
-        Returns None if the copy has already ended. Any exception is a failed transfer.
+        Returns None if the copy has already ended. Any exception is a failed transfer, of which no
+        byte moves any more.
 
         Called on a thread that has entered for ``direction``, or on the engine's; one call at a
         time per direction. Copies of a direction run one after another."""
 
     def close(self) -> None:
-        """Release streams and host memory. No copy is under way."""
+        """Release streams and host memory, when no copy is under way any more. The caller may not
+        know of the last ones: a signal can interrupt it at any line."""

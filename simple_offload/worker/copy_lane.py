@@ -263,7 +263,7 @@ class CopyLane:
                 while len(copy.groups) < wanted and not copy.is_accepted:
                     self._note(self._progress.get())
                 if copy.error is not None:
-                    # Compute is about to read wrong bytes; ``poll`` tells once nothing is in flight.
+                    # Compute is about to read wrong bytes. ``poll`` waits for its first groups.
                     raise RuntimeError("a load failed after it was announced") from copy.error
                 for group in copy.groups[:wanted][-1:]:
                     group.hold_compute()  # groups are copied in order

@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "aclrtStreamWaitEvent": (_pointer, _pointer),
     "aclrtSynchronizeEvent": (_pointer,),
     "aclrtSynchronizeStream": (_pointer,),
+    "acl_sim_delay": (_pointer, _int),
     "acl_sim_delay_all": (_int,),
     "acl_sim_fail_after": (ctypes.c_int64, _int),
     "acl_sim_fail_stream": (_pointer, _int),
@@ -90,6 +91,13 @@ class Sim:
         finally:
             for stream in streams:
                 self.library.acl_sim_release(stream)
+
+    @contextmanager
+    def delayed(self, stream: int) -> Iterator[None]:
+        """The stream begins each task late. A call that does not wait for it returns before."""
+        self.library.acl_sim_delay(stream, 100_000)
+        yield
+        self.library.acl_sim_delay(stream, 0)
 
     def hold_waits(self, held: bool) -> None:
         """Whether callers of aclrtStreamWaitEvent are blocked there."""

@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +34,19 @@ _PROBE = bytes(range(1, 65))
 
 @dataclass(slots=True, eq=False)
 class NpuPending:
-    """A copy under way. If a part of it could not be queued, it fails only when the descriptors
-    queued before have been copied."""
+    """A copy under way."""
 
     npu: Any
     event: Any
     descriptors: Descriptors
     """Kept alive: the runtime might read them after the call."""
-    error: Exception | None
     path: str
 
     def done(self) -> bool:
-        if not self.event.query():
-            return False
-        self._raise()
-        return True
+        return bool(self.event.query())
 
     def wait(self) -> None:
         self.event.synchronize()
-        self._raise()
 
     def remaining_seconds(self) -> float:
         """Infinite: no bandwidth has been measured on an NPU."""
@@ -62,10 +57,6 @@ class NpuPending:
 
     def measure(self) -> Measurement:
         return Measurement(None, {self.path: int(self.descriptors.sizes.sum())})
-
-    def _raise(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 class NpuBackend:
@@ -148,18 +139,23 @@ class NpuBackend:
         stream = self._streams[direction]
         if barrier is not None:
             stream.wait_event(barrier)
-        error: Exception | None = None
         try:
             # torch_npu queues the wait on the host, and reading the handle empties that queue:
             # with a handle read before, the copies would reach the stream ahead of the wait.
             self._submit(plan, direction, stream.npu_stream)
-        except Exception as failure:  # noqa: BLE001 - a part of the copy may be queued
-            error = failure
+            event = stream.record_event()
+        except BaseException:
+            # Some descriptors may be queued, and the failed transfer's blocks are given to others.
+            stream.synchronize()
+            raise
         path = "batch" if self.batches else "single"
-        return NpuPending(self._npu, stream.record_event(), plan, error, path)
+        return NpuPending(self._npu, event, plan, path)
 
     def close(self) -> None:
         self._npu.set_device(self._device)
+        for stream in self._streams.values():
+            with suppress(RuntimeError):  # a broken device copies nothing more
+                stream.synchronize()
         for address in self._host_addresses:
             self._acl.free_host(address)
         self._host_addresses.clear()
@@ -222,7 +218,7 @@ class NpuBackend:
     def _probe(self) -> None:
         """Copy some bytes to the device and back, by one batch each. Raises AclError if a batch is
         refused, or other bytes come back."""
-        size = len(_PROBE)
+        size, stream = len(_PROBE), self._npu.current_stream(self._device)
         with memory.using_reserve():  # soon given back
             host = self.allocate_host(2 * size)
         try:
@@ -231,7 +227,6 @@ class NpuBackend:
             device = torch.empty(size, dtype=torch.int8, device=f"npu:{self._device}")
             locations = self._locate(device)
             regions = Regions.from_tensors([device.view(1, size)])
-            stream = self._npu.current_stream(self._device)
             for direction, at in ((Direction.LOAD, 0), (Direction.STORE, size)):
                 side = Regions.from_tensors([host[at : at + size].view(1, size)])
                 source, destination = direction.sides(regions, side)
@@ -241,6 +236,7 @@ class NpuBackend:
             if host[size:].numpy().tobytes() != _PROBE:
                 raise AclError("aclrtMemcpyBatchAsync", 0, "a probe came back with other bytes")
         finally:
+            stream.synchronize()  # also if only the first batch was queued
             self._acl.free_host(self._host_addresses.pop())
 
     def _locate(self, device: torch.Tensor) -> Locations:

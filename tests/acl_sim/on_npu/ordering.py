@@ -121,6 +121,9 @@ class Stream:
     def record_event(self) -> Any:
         return self._real.record_event()
 
+    def synchronize(self) -> None:
+        self._real.synchronize()
+
 
 @both_paths
 @pytest.mark.parametrize("cached", [False, True])
