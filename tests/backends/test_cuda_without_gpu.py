@@ -31,12 +31,18 @@ class Stream:
 
     def __init__(self, gpu: "Gpu") -> None:
         self._gpu = gpu
+        self.copies: set[int] = set()
+        """Numbers of those that it has, or waits for."""
 
     def wait_stream(self, other: "Stream") -> None:
         self._gpu.note(self, f"after {self._gpu.number(other)}")
+        self.copies |= other.copies
 
     def record(self, stream: "Stream") -> None:
         self._gpu.note(stream, "mark")
+
+    def synchronize(self) -> None:
+        self._gpu.under_way -= self.copies
 
 
 class Gpu:
@@ -46,8 +52,18 @@ class Gpu:
         self.log: list[tuple[int, str, int]] = []
         """The stream, numbered by first use, then "copy", "copy with lock", "mark" or "after"
         another stream, and bytes."""
+        self.num_copies = 0
+        self.under_way: set[int] = set()
+        """Numbers of copies that nothing has waited for."""
+        self.refused: int | None = None
+        """Length of ``log`` at which a call is refused."""
+        self.freed_under_way: set[int] = set()
+        """As ``under_way``, when host memory was freed."""
         self._streams: list[Any] = []
-        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
+        cudart = SimpleNamespace(
+            cudaHostRegister=lambda *_: 0,
+            cudaHostUnregister=lambda _: self.freed_under_way.update(self.under_way),
+        )
         cuda = SimpleNamespace(
             Stream=lambda *_, **__: Stream(self),
             Event=lambda **_: Stream(self),
@@ -71,10 +87,15 @@ class Gpu:
         return self._streams.index(stream)
 
     def note(self, stream: Any, kind: str, num_bytes: int = 0) -> None:
+        if len(self.log) == self.refused:
+            raise RuntimeError(f"refused: {kind}")
         self.log.append((self.number(stream), kind, num_bytes))
 
     def submit(self, plan: Descriptors, _: Direction, stream: Any, keep_lock: bool) -> None:
         self.note(stream, "copy with lock" if keep_lock else "copy", int(plan.sizes.sum()))
+        self.num_copies += 1
+        self.under_way.add(self.num_copies)
+        stream.copies.add(self.num_copies)
 
     def take(self, *kinds: str) -> list[tuple[int, str, int]]:
         """Entries of these kinds, without those of earlier calls."""
@@ -225,6 +246,35 @@ def test_few_events_and_one_behind_the_last_byte(
     assert sum(size for _, _, size in log) == count * page
     assert sum(seconds) == pytest.approx(count * max(2e-6, page * 3e-11))
     assert count == 0 or min(seconds) > 0
+
+
+# Failures
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_refused_copy_fails_when_what_was_queued_has_ended(
+    gpu: Gpu, make_backend: MakeBackend, direction: Direction
+) -> None:
+    """Whichever call is refused. The failed copy's blocks are given to others then."""
+    backend = make_backend(6 * MIB)
+    backend.copy(direction, scattered(40), None)
+    num_calls = len(gpu.log)
+    for gpu.refused in range(num_calls):
+        gpu.log.clear()
+        gpu.under_way.clear()
+        with pytest.raises(RuntimeError, match="refused"):
+            backend.copy(direction, scattered(40), None)
+        assert not gpu.under_way
+
+
+def test_no_memory_is_freed_while_it_is_copied(gpu: Gpu, make_backend: MakeBackend) -> None:
+    """Nobody may have noted the last copies: a signal can end the rank at any line."""
+    backend = make_backend(6 * MIB)
+    backend.allocate_host(4096)
+    for direction in Direction:
+        backend.copy(direction, scattered(14), None)
+    backend.close()
+    assert not gpu.freed_under_way
 
 
 # Regions

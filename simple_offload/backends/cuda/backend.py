@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal, get_args
 
 import torch
@@ -188,6 +188,9 @@ class CudaBackend:
         return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # at most: neighbours merge
 
     def close(self) -> None:
+        for direction in Direction:
+            with suppress(RuntimeError):  # a broken device copies nothing more
+                self._queues.drain(direction)
         for address in list(self._pinned):
             self._release_host(address)
 

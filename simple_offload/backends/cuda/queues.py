@@ -191,9 +191,9 @@ class CudaQueues:
         return event
 
     def drain(self, direction: Direction) -> None:
-        """Wait until everything queued has ended."""
-        self._kernel_streams[direction].synchronize()
-        self._streams[direction].synchronize()
+        """Wait until everything queued has ended. A refused call may have left any stream last."""
+        for streams in (self._kernel_streams, self._streams, self._spare_streams):
+            streams[direction].synchronize()
 
     def submit(
         self,
