@@ -30,7 +30,11 @@ def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
     pages on. Raises MemoryShortageError if there is too little: otherwise the kernel would kill the
     process when a page is touched.
     """
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # a kernel that promises no more than it has (vm.overcommit_memory=2)
+        size = f"{num_bytes / memory.GIB:.2f} GiB"
+        raise memory.MemoryShortageError(f"{size} of host memory: {error}") from error
     # A fork would copy each pinned page at once (Linux 5.10 and later, copy_present_page in
     # mm/memory.c), and the child has no use for any.
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):

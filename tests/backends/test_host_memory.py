@@ -51,6 +51,12 @@ def test_more_than_there_is_available(machine: Machine) -> None:
         map_memory(2 << 30)
 
 
+def test_more_than_the_kernel_promises() -> None:
+    """There may be more later, as with vm.overcommit_memory=2, when other programs end."""
+    with pytest.raises(MemoryShortageError, match=r"32768\.00 GiB of host memory"):
+        map_memory(1 << 45)
+
+
 def is_mapped(address: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = (line.split()[0].split("-") for line in lines)
