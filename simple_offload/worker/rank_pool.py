@@ -1,6 +1,7 @@
 """RankPool: the ranks that share one host memory."""
 
 import mmap
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -84,9 +85,13 @@ class RankPool:
     """Where the scheduler's process finds rows, on the rank that tells it."""
 
     @classmethod
-    def meet(cls, peers: Peers, kind: Hashable) -> "RankPool":
-        """The pool of all ranks with an equal ``kind`` on this machine. If one of them cannot open
-        the memory, each has its own."""
+    def meet(cls, peers: Peers, kind: Hashable, node: int | None = None) -> "RankPool":
+        """The pool of all ranks with an equal ``kind`` on this machine; with an equal ``node`` too,
+        if all pools are of one size then. If a rank cannot open the memory, each has its own."""
+        # All ranks use as many blocks as the smallest memory has.
+        by_node = Counter(peers.gather((this_machine(), kind, node)))
+        if len(set(by_node.values())) == 1:
+            kind = kind, node
         _, ranks, _, memory, failures = _meet(peers, kind)
         if failures and len(ranks) > 1:
             logger.warning(

@@ -305,7 +305,7 @@ class OffloadWorker:
         node = backend.numa_node if self.config.host_copies == "auto" else None
         # A share of the machine's memory may be more for a rank that asks later.
         num_bytes = self.config.bytes_per_rank(self._ranks.num)
-        return RankPool.meet(peers, (peers.rank // count, node, num_bytes, *page_bytes))
+        return RankPool.meet(peers, (peers.rank // count, num_bytes, *page_bytes), node)
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
         """Submit each transfer once, however often a hook is called."""

@@ -152,7 +152,7 @@ def test_no_rank_starts_if_one_cannot(failing: tuple[int, ...]) -> None:
     ("count", "nodes", "host_copies", "expected"),
     [
         (4, [0, 0, 1, 1], "auto", [2, 2, 2, 2]),
-        (4, [0, 0, 0, 1], "auto", [3, 3, 3, 1]),
+        (4, [0, 0, 0, 1], "auto", [4, 4, 4, 4]),
         (4, [None] * 4, "auto", [4, 4, 4, 4]),
         (2, [None] * 4, "auto", [2, 2, 2, 2]),
         (4, [0, 0, 1, 1], "one", [4, 4, 4, 4]),
@@ -170,7 +170,10 @@ def test_ranks_with_the_same_kv_share_memory_near_their_devices(
 ) -> None:
     replicas = Replicas(count, frozenset({1}) if count > 1 else frozenset())
     backends = [SharingBackend(numa_node=node) for node in nodes]
-    workers = start_workers([small_kv_memory()] * 4, replicas, backends, host_copies=host_copies)
+    sizes = {"num_cpu_blocks": None, "cpu_bytes_to_use": 1 << 16}
+    memories = [small_kv_memory()] * 4
+    workers = start_workers(memories, replicas, backends, host_copies=host_copies, **sizes)
+    assert len({worker.capacity.num_open for worker in workers}) == 1  # none has some for nothing
     assert [worker.capacity.num_places for worker in workers] == expected
     assert [worker.capacity.private_groups for worker in workers] == [
         frozenset({1}) if places > 1 else frozenset() for places in expected
