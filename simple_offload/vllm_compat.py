@@ -133,6 +133,13 @@ def ray_reports_one_stage() -> bool:
     return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
+def returns_routed_experts(vllm_config: "VllmConfig") -> bool:
+    """Whether replies have the experts of their tokens (``--enable-return-routed-experts``). 0.30
+    has no such configuration, and refuses the option beside any connector."""
+    config = getattr(vllm_config, "aux_output_config", None)
+    return config is not None and config.enable_return_routed_experts
+
+
 def num_hash_lookahead_tokens(vllm_config: "VllmConfig") -> int:
     """Tokens behind a block that its hash covers too. Only 0.33 can have some."""
     return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))

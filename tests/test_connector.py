@@ -36,6 +36,7 @@ from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler import supported
 from simple_offload.shared_memory import SharedMemory
 from simple_offload.transfer import Transfer
+from simple_offload.vllm_compat import vllm_version
 from tests.conftest import MakeVllmConfig, within_patience
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, mixed_group
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
@@ -124,6 +125,15 @@ def test_rays_old_executor_with_stages(
         assert part in message
     parallel.pipeline_parallel_size = 1
     SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+
+
+@pytest.mark.skipif(vllm_version() < (0, 31), reason="this vLLM has no such configuration")
+def test_replies_with_routed_experts(make_vllm_config: MakeVllmConfig, memory: KVMemory) -> None:
+    """vLLM would have lost the experts of blocks that the device has evicted, and fail."""
+    config = make_vllm_config(EXTRA_CONFIG)
+    config.aux_output_config.enable_return_routed_experts = True
+    message = refuse(config, memory)
+    assert re.fullmatch("enable_return_routed_experts=true: .*: false", message)
 
 
 # Refused on an NPU

@@ -19,9 +19,14 @@ from simple_offload.config import ConfigError, OffloadConfig
 
 
 def require_supported_deployment(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError for an executor, or for options of the platform, that this version cannot
-    serve."""
+    """Raise ConfigError for an executor, or for options of vLLM or the platform, that this version
+    cannot serve."""
     _require_supported_executor(vllm_config.parallel_config)
+    if vllm_compat.returns_routed_experts(vllm_config):
+        raise ConfigError(
+            "enable_return_routed_experts=true: vLLM keeps the experts of as many blocks as the "
+            "device has, and its engine would end at a hit of others; allowed: false"
+        )
     if _is_on_npu():
         _require_supported_ascend_options(vllm_config.additional_config or {})
 
