@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question for the end of a message about ``name``; empty if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -313,7 +313,7 @@ class OffloadConfig(BaseModel):
 def ignored_keys(keys: Iterable[str]) -> list[str]:
     """Unknown ``keys`` that are similar to no known key."""
     known = OffloadConfig.model_fields
-    return [key for key in keys if not difflib.get_close_matches(key, known, 1, _SIMILAR)]
+    return [key for key in keys if not difflib.get_close_matches(key.lower(), known, 1, _SIMILAR)]
 
 
 def check_fits_memory(needed: int, key: str, value: object) -> None:

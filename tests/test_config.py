@@ -148,13 +148,16 @@ def test_a_message_has_the_key_the_value_and_what_is_allowed(
     [
         ("copy_path", "kernal", "kernel"),
         ("backend", "auto ", "auto"),
-        ("backend", "CUDA", None),
+        ("backend", "CUDA", "cuda"),
+        ("backend", "tpu-v5", None),
         ("cpu_byte_to_use", "7", "cpu_bytes_to_use"),
         ("cpu_bytes_per_rank", "7", "cpu_bytes_to_use_per_rank"),
         ("num_cpu_block", "7", "num_cpu_blocks"),
         ("sync_load", "7", "sync_load_ms"),
         ("layout", "7", "kv_layout"),
         ("block_size", "7", "cpu_block_size"),
+        ("CPU_BYTES_TO_USE", "7", "cpu_bytes_to_use"),
+        ("cpuBytesToUse", "7", "cpu_bytes_to_use"),
         ("secondary_tiers", "7", "second_tier"),
     ],
 )
