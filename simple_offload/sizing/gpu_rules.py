@@ -14,6 +14,8 @@ from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 
 from simple_offload.sizing.absent import Absent
 
@@ -26,6 +28,14 @@ class _WithoutKernels:
 
 class Attention(_WithoutKernels, FlashAttentionBackend):
     """Keys and values."""
+
+
+class ScaledAttention(_WithoutKernels, TritonAttentionBackend):
+    """The same with scales: FlashAttention lacks these types."""
+
+
+class PackedAttention(_WithoutKernels, TurboQuantAttentionBackend):
+    """Keys and values in one slot."""
 
 
 class LatentAttention(_WithoutKernels, FlashMLABackend):
@@ -47,7 +57,16 @@ def apply() -> None:
 
 
 def _choose(*_: object, attn_selector_config: Any, **__: object) -> str:
-    chosen: type = Attention
     if attn_selector_config.use_mla:
-        chosen = SparseLatentAttention if attn_selector_config.use_sparse else LatentAttention
-    return f"{__name__}.{chosen.__name__}"
+        latent = SparseLatentAttention if attn_selector_config.use_sparse else LatentAttention
+        return f"{__name__}.{latent.__name__}"
+    wanted = attn_selector_config.kv_cache_dtype or "auto"
+    known: list[str] = []
+    for backend in (Attention, ScaledAttention, PackedAttention):
+        if wanted in backend.supported_kv_cache_dtypes:
+            return f"{__name__}.{backend.__name__}"
+        known += backend.supported_kv_cache_dtypes
+    raise ValueError(
+        f"kv_cache_dtype={wanted!r}: vLLM's CPU build cannot tell its bytes. Allowed here: "
+        + ", ".join(dict.fromkeys(known))
+    )

@@ -132,6 +132,9 @@ CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "llama, 2 ranks": (LLAMA_8B, {"tensor_parallel_size": 2}),
     "llama, 16 ranks": (LLAMA_8B, {"tensor_parallel_size": 16}),
     "llama, fp8": (LLAMA_8B, {"kv_cache_dtype": "fp8"}),
+    "llama, int4": (LLAMA_8B, {"kv_cache_dtype": "int4_per_token_head"}),
+    "llama, packed": (LLAMA_8B, {"kv_cache_dtype": "turboquant_k8v4"}),
+    "llama, nvfp4": (LLAMA_8B, {"kv_cache_dtype": "nvfp4"}),
     "llama, fp8 by its checkpoint": (quantized(LLAMA_8B, FP8_KV), {}),
     "llama, fp8 by modelopt": (quantized(LLAMA_8B, MODELOPT), {}),
     "llama, fp8 by modelopt's file": (LLAMA_8B, {}, MODELOPT),
@@ -202,6 +205,10 @@ def _plan_all(arguments: list[tuple[Path, dict[str, Any]]]) -> None:
 
 KV = 2 * 8 * 128
 """Keys and values of a token in a layer of Llama."""
+INT4 = 2 * 8 * (128 // 2 + FP32)
+"""Each head has scales."""
+PACKED = 8 * (128 + 128 // 2 + 4)
+"""A key of 8 bits, a value of 4 bits and its scale and zero, by head."""
 LATENT = 512 + 64
 INDEX = 128 + 4
 """Bytes of a key of the index: 128 of one byte, and a scale."""
@@ -219,6 +226,8 @@ SPARSE_FP8 = 512 + 4 * FP32 + 64 * BF16
         ("llama, 2 ranks", 32 * KV * BF16 // 2, 128 * 1024, 1),
         ("llama, 16 ranks", 32 * KV * BF16 // 8, 128 * 1024, 2),
         ("llama, fp8", 32 * KV, 64 * 1024, 1),
+        ("llama, int4", 32 * INT4, 34 * 1024, 1),
+        ("llama, packed", 28 * PACKED + 4 * KV * BF16, 60288, 1),  # four layers are not quantized
         ("llama, fp8 by its checkpoint", 32 * KV, 64 * 1024, 1),
         ("llama, fp8 by modelopt", 32 * KV, 64 * 1024, 1),
         ("llama, fp8 by modelopt's file", 32 * KV, 64 * 1024, 1),
@@ -297,7 +306,12 @@ def test_states_are_private_beside_shared_heads(plans: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("unknown", "LamaForCausalLM|lama"), ("unknown type", "fp7|fp8")]
+    ("name", "reason"),
+    [
+        ("unknown", "LamaForCausalLM|lama"),
+        ("unknown type", "fp7|fp8"),
+        ("llama, nvfp4", "kv_cache_dtype='nvfp4'"),
+    ],
 )
 def test_vllms_reason_is_said(plans: dict[str, Any], name: str, reason: str) -> None:
     plan = plans[name]
