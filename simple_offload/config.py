@@ -115,6 +115,13 @@ def parse_whole_number(value: object) -> int:
     raise PydanticCustomError("number", "must be a whole number")
 
 
+def parse_text(value: object) -> str:
+    """The text. Raises PydanticCustomError for any other value."""
+    if isinstance(value, str):
+        return value
+    raise PydanticCustomError("text", "must be a string")
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 MemoryBytes = Annotated[int, BeforeValidator(parse_memory), Field(gt=0)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]

@@ -35,6 +35,7 @@ from simple_offload.config import (
     nearest,
     parse_flag,
     parse_number,
+    parse_text,
     parse_whole_number,
 )
 from simple_offload.logs import get_logger
@@ -48,7 +49,12 @@ if TYPE_CHECKING:
 
 _OURS = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 """Arguments of a tier that are no options of users."""
-_PARSERS = {"bool": parse_flag, "int": parse_whole_number, "float": parse_number}
+_PARSERS = {
+    "bool": parse_flag,
+    "int": parse_whole_number,
+    "float": parse_number,
+    "str": parse_text,
+}
 """By the type of an option, as the tier's signature names it."""
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -296,6 +302,6 @@ def _options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> di
                 f"(known for {config.type!r}: {', '.join(known)})"
             )
     for key, each in options.items():
-        if not takes_any and each.default is each.empty and key not in parsed:
+        if not takes_any and each.default is each.empty and parsed.get(key) in (None, ""):
             raise ConfigError(f"second_tier.{key} is missing: {config.type!r} needs it")
     return parsed
