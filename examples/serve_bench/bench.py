@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -59,12 +61,15 @@ class Bench:
         return floor_line(summaries(self.runs), self.plan, self.peak)
 
     def run(self, show: Show) -> None:
-        """Raises CannotStart if the trace does not fit or its ``files`` cannot be written, and
-        RunFailed if a process fails or a server does not answer. No process and no file is left,
-        however this ends."""
+        """Raises CannotStart if the trace does not fit, ``files`` cannot be written, or a package
+        lacks what the client imports, and RunFailed if a process fails or a server does not answer.
+        No process and no file is left, however this ends."""
         plan = self.plan
         if self.files is not None:
             prepare_output(self.files, option="--files")
+        for contender in self.contenders:
+            if contender.source is not None and plan.transport == "engine":
+                self._try_client(contender)
         model = ""
         if self.endpoint is not None:
             model, longest = self.endpoint.served_model()
@@ -217,6 +222,21 @@ class Bench:
             Server(model, line, environment, log, port=self.plan.port, name=MODEL) as server,
         ):
             yield server
+
+    def _try_client(self, contender: Contender) -> None:
+        """In an engine's process, the client imports from the contender's package too. Raises
+        CannotStart if it cannot."""
+        with self._environment(contender, "") as environment:
+            command = [sys.executable, "-c", f"import {PLAY}"]
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+        if done.returncode != 0:
+            raise CannotStart(
+                f"--before: the client does not run with the package of {contender.source} "
+                f"({done.stderr.strip().splitlines()[-1]}). Allowed: --transport http, whose "
+                "client is in a process of its own, or a later commit"
+            )
 
     @contextmanager
     def _environment(self, contender: Contender, model: str) -> Iterator[dict[str, str]]:

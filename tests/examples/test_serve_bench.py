@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -431,8 +433,9 @@ def test_another_commit_takes_the_place_of_the_package_alone(
     """Not that of the bench, which a checkout has too, wherever the bench is started."""
     monkeypatch.chdir(ROOT)
     source, output = tmp_path / "checkout", tmp_path / "out"
+    shutil.copytree(ROOT / "simple_offload", source / "simple_offload")
+    (source / "examples").mkdir()
     for package in ("simple_offload", "examples"):
-        (source / package).mkdir(parents=True)
         (source / package / "__init__.py").write_text("__version__ = 'another'")
     options = ["--transport", "engine", "--contenders", "none", "--rounds", "2"]
     one, _ = command.parse([*options, "--before", str(source), "--output", str(output)])
@@ -450,6 +453,18 @@ def test_another_commit_takes_the_place_of_the_package_alone(
     assert list(found) == ["none-1", "before-1", "none-2", "before-2"], "in turn"
     assert found["none-1"] == (NONE, f"{simple_offload.__version__} {ROOT}\n")
     assert found["before-1"] == (before(source), f"another {ROOT}\n")
+
+
+def test_a_commit_without_what_the_client_imports_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the engine's process the client imports from that commit's package."""
+    (tmp_path / "simple_offload").mkdir()
+    (tmp_path / "simple_offload" / "__init__.py").touch()
+    options = ["--transport", "engine", "--before", str(tmp_path), "--output", str(tmp_path)]
+    assert code_of(command.parse(options)[0]) == CANNOT_START
+    complaint = r"--before: .*No module named 'simple_offload\..*Allowed: --transport http"
+    assert re.search(complaint, capsys.readouterr().err)
 
 
 # The plan
