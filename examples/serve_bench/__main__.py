@@ -77,10 +77,10 @@ def report(bench: Bench, console: Console) -> None:
     """Print all results so far, if there are any, and save the plot."""
     if not any(bench.runs.values()):
         return
-    plan, found = bench.plan, summaries(bench.runs)
-    title = f"Medians of {plan.rounds * plan.repeats}, and ratios to {bench.contenders[0].name}"
+    plan, found, base = bench.plan, summaries(bench.runs), bench.contenders[0].name
+    title = f"Medians of {plan.rounds * plan.repeats}, and ratios to {base}"
     for name in dict.fromkeys(name for by_workload in found.values() for name in by_workload):
-        console.print(*workload_tables(found, name, title))
+        console.print(*workload_tables(found, name, title, base))
     host = f", host tier {plan.host_bytes / 2**30:.1f} GiB" if bench.endpoint is None else ""
     print_lines(console, f"Device's KV space {plan.device_tokens:,} tokens{host}.")
     start = None if bench.endpoint else start_line(bench.runs)

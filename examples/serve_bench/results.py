@@ -260,16 +260,16 @@ def start_line(runs: Runs) -> str:
 # Tables and the plot
 
 
-def workload_tables(by_contender: Summaries, name: str, title: str) -> Iterator[Table]:
+def workload_tables(by_contender: Summaries, name: str, title: str, base: str) -> Iterator[Table]:
     """TTFT by kind of request, and the other numbers, of one workload. Ratios are those to the
-    first contender."""
+    contender ``base``; there are none if it has lost a request before."""
     each = {who: found[name] for who, found in by_contender.items() if name in found}
     times: list[Row] = []
     for kind in dict.fromkeys(kind for summary in each.values() for kind in summary.ttft):
         of_kind = {who: found.ttft[kind] for who, found in each.items() if kind in found.ttft}
         columns = {
             statistic: cells_with_ratios(
-                {who: by_name[statistic] for who, by_name in of_kind.items()}, 1e3
+                {who: of_kind.get(who, {}).get(statistic) for who in (base, *of_kind)}, 1e3
             )
             for statistic in STATISTICS
         }
@@ -279,7 +279,9 @@ def workload_tables(by_contender: Summaries, name: str, title: str) -> Iterator[
     yield make_table(times, left=2, title=f"{name}: TTFT, ms. {title}")
     others: list[Row] = []
     for number, heading, scale in ROWS:
-        values = {who: summary.numbers.get(number) for who, summary in each.items()}
+        values = {
+            who: each[who].numbers.get(number) if who in each else None for who in (base, *each)
+        }
         if any(values.values()):
             counts = {who: optional(value, ",.0f") for who, value in values.items()}
             cells = counts if number in COUNTS else cells_with_ratios(values, scale)

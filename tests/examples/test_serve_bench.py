@@ -676,6 +676,17 @@ def test_problems(
     assert phantom.endswith("hits of a connector, and there is none")
 
 
+def test_without_its_base_a_report_has_no_ratios() -> None:
+    """They would be those to the next contender."""
+    console = Console(width=160)
+    with console.capture() as capture:
+        found = summaries({"none": [], "ours": [measured()], "builtin": [measured()]})
+        console.print(*workload_tables(found, "ttft", "Medians", "none"))
+    lines = squeezed(capture.get())
+    assert "builtin 200 200 200 200 200" in lines
+    assert "requests - 3 3" in lines
+
+
 def test_the_report_has_medians_ratios_and_the_floor() -> None:
     fast = measured()
     fast["ttft"]["cold"]["p50"] = 0.1
@@ -683,7 +694,7 @@ def test_the_report_has_medians_ratios_and_the_floor() -> None:
     found = summaries({"none": NONE_RUN, "ours": [measured(), fast, fast], "builtin": []})
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(*workload_tables(found, "ttft", "Medians"))
+        console.print(*workload_tables(found, "ttft", "Medians", "none"))
     lines = squeezed(capture.get())
     assert "cold none 200 200 200 200 200" in lines
     assert "ours 200 (1.00x) 100 (0.50x) 200 (1.00x) 200 (1.00x) 200 (1.00x)" in lines
