@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "sizes" in parts and plan.traces.working_sets > 1:
         parser.error("argument --working-sets: sizes are of one")
     names = arguments.contenders or CONTENDERS
+    for part in arguments.parts or ():
+        if CONTENDERS_OF[part].isdisjoint(names):
+            known = ", ".join(sorted(CONTENDERS_OF[part]))
+            parser.error(f"argument --contenders: {part} needs one or more of {known}")
     contenders = [contender for name, contender in CONTENDERS.items() if name in names]
     return exit_code_of(lambda: run(plan, contenders, parts, arguments.output))
 

@@ -1,7 +1,7 @@
 """The plan of a run: sizes and numbers."""
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ CONTENDERS: Mapping[str, Contender] = {
 _CALLS = {"ours", "ours-128", "builtin"}
 _WAITS = {"ours", "builtin", "builtin-lazy", "offloading"}
 _MODELS = {"ours", "builtin", "offloading"}
-CONTENDERS_OF: Mapping[str, Collection[str]] = {
+CONTENDERS_OF: Mapping[str, Set[str]] = {
     "cost": _CALLS,
     "chat": _WAITS,
     "traces": _WAITS,

@@ -162,6 +162,19 @@ def test_a_trace_that_does_not_fit_is_refused_beforehand(
         assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", ["chat", "traces", "sizes"])
+def test_a_part_that_no_contender_takes_part_in_is_refused(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would measure nothing, and end well."""
+    trace = str(save_agents(tmp_path))
+    arguments = ["--parts", part, "--traces", trace, "--contenders", "ours-128"]
+    with pytest.raises(SystemExit) as end:
+        command.main([*arguments, "--quick", "--output", str(tmp_path / "out")])
+    assert end.value.code == CANNOT_START
+    assert f"{part} needs one or more of " in capsys.readouterr().err
+
+
 # The parts
 
 
