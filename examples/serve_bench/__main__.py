@@ -21,7 +21,7 @@ from examples.bench.models import DEEPSEEK_LITE, SMALL
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.serve_bench.bench import CONVERSATIONS, MODEL, Bench
 from examples.serve_bench.plan import CPU, H200, PRESETS, WORKLOADS, Plan
-from examples.serve_bench.results import PLOT, save_plot, start_line, summaries, workload_tables
+from examples.serve_bench.results import save_plot, start_line, summaries, workload_tables
 
 DEFAULT = ("none", "ours", "builtin", "builtin-lazy", "offloading")
 """Contenders, unless others are named."""
@@ -62,7 +62,6 @@ def serve(bench: Bench) -> int:
 
 def run(bench: Bench) -> int:
     """Run ``bench``, print its numbers and its problems; return the exit code."""
-    prepare_output(bench.output, NUMBERS, CONVERSATIONS, PLOT)
     console = Console()
     if not console.is_terminal:
         console.width = PIPE_COLUMNS

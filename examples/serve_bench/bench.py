@@ -17,13 +17,20 @@ from examples.bench.child import Event, child_command, engine_environment, liste
 from examples.bench.command import CannotStart, Show
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
-from examples.bench.results_file import commit, gpu, machine, prepare_output, save_numbers
+from examples.bench.results_file import (
+    NUMBERS,
+    commit,
+    gpu,
+    machine,
+    prepare_output,
+    save_numbers,
+)
 from examples.serve_bench.agents import requests_by_agent
 from examples.serve_bench.client import Start
 from examples.serve_bench.conversations import to_messages
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.play import WARMING_UP, play_over_http
-from examples.serve_bench.results import floor_line, problems, summaries
+from examples.serve_bench.results import PLOT, floor_line, problems, summaries
 from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import Endpoint, Server, command_line
 
@@ -39,7 +46,7 @@ class Bench:
     """The plan's rounds of each of ``contenders``, in turn; with its ``url`` that server alone.
     The workload ``restart``, and ``turns`` once more, are for another engine over the files of the
     first, which are in its ``files``. Results go to ``output`` after each measurement: an early end
-    costs the rest only."""
+    costs the rest only. Those of an earlier run go when this one begins."""
 
     def __init__(self, plan: Plan, contenders: Sequence[Contender], output: Path) -> None:
         self.plan = plan
@@ -83,6 +90,7 @@ class Bench:
             show("bench", "reading the trace")
             for agents in plan.agents:
                 requests_by_agent(plan, agents)
+        prepare_output(self.output, NUMBERS, CONVERSATIONS, PLOT)
         self._save_conversations()
         if self.endpoint is not None:
             self._run_one(ENDPOINT, 1, model, show)

@@ -551,9 +551,11 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(save_sessions(tmp_path, sessions=4))
+    (tmp_path / "result.json").write_text("of an earlier run")
     one = bench(tmp_path, "none", workloads=("traces",), traces=trace, **changes)
     assert code_of(one) == CANNOT_START
     assert complaint in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "result.json").read_text() == "of an earlier run"
 
 
 def test_agents_that_run_dry_are_named(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
