@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -135,6 +136,18 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     prefixes = "simple_offload|tests|tools|examples|docs|dashboards"
     for path in re.findall(rf"`((?:{prefixes})/[\w/.*-]+)(?:::\w+)?`", text):
         assert list(ROOT.glob(path)) or (ROOT / path).exists(), path
+
+
+@every_page
+def test_tables_have_a_head(page: Path) -> None:
+    """Rows without one, as behind an empty line, are no table but text."""
+    lines = page.read_text().splitlines()
+    begins = [
+        number
+        for number, (before, line) in enumerate(pairwise(lines), 1)
+        if line.startswith("| ") and not before.startswith("|")
+    ]
+    assert [lines[each] for each in begins if not lines[each + 1].startswith("|---")] == []
 
 
 def test_named_tests_exist() -> None:
