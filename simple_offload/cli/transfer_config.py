@@ -81,6 +81,10 @@ def check_transfer_config(
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := ignored_keys(given.extra):
         checks.append(warning("ignored keys", ", ".join(ignored), "unknown: remove them"))
+    is_alone = given.whole is None or given.whole.get("kv_connector") != "MultiConnector"
+    if not is_alone and config.kv_layout == "auto":
+        advice = "vLLM does not start if another connector, such as NIXL's, wants another one"
+        checks.append(warning("kv_layout", "'auto'", f"{advice}. 'keep' wants none"))
     size = size_text(config.bytes_per_rank(ranks.num))
     if config.num_cpu_blocks is not None:
         size = f"{config.num_cpu_blocks} host blocks"

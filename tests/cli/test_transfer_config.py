@@ -79,7 +79,11 @@ MULTI = WHOLE | {
 
 def test_the_entry_of_a_multi_connector() -> None:
     assert read_transfer_config(json.dumps(MULTI)).extra == {"cpu_bytes_to_use": "1GiB"}
-    assert problems(MULTI) == []
+    (check,) = problems(MULTI)
+    assert (check.name, check.status, check.found) == ("kv_layout", Status.WARNING, "'auto'")
+    extra = {"cpu_bytes_to_use": "1GiB", "kv_layout": "keep"}
+    kept = {"connectors": [WHOLE | {"kv_connector_extra_config": extra}]}
+    assert problems(MULTI | {"kv_connector_extra_config": kept}) == []
     (check, *_) = problems(MULTI | {"kv_connector_extra_config": {"connectors": 5}})
     assert (check.name, check.status) == ("kv_connector", Status.ERROR)
 
