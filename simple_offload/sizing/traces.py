@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,9 @@ def _session(rows: Sequence[Any], first_id: int, block_tokens: int) -> list[Requ
     ended = 0.0
     for at, prompt_tokens, output_tokens, _, answer_seconds, num_kept, runs in rows:
         new = chain.from_iterable(range(start, start + count) for start, count in runs)
-        ids = ids[:num_kept] + tuple(first_id + each for each in new)
+        # No more than one too many: a run of another kind of file may have any length.
+        some = islice(new, int(prompt_tokens) // block_tokens + 1)
+        ids = ids[:num_kept] + tuple(first_id + each for each in some)
         pause = max(0.0, float(at) - ended) if requests else 0.0
         ended = float(at) + float(answer_seconds or 0)
         request = _request(at, ids, prompt_tokens, output_tokens, block_tokens)

@@ -111,7 +111,11 @@ def test_lmcaches_lookup_log(tmp_path: Path) -> None:
         ('{"block_size": 64, "traces": []}', " has no requests"),
         ('{"block_size": 0, "traces": []}', " lacks block_size or traces: .*0 tokens"),
         ('{"block_size": 64, "traces": [{"rows": [{"a": 1}]}]}', ", session 1 .*KeyError"),
-        (json.dumps(AGENTS | {"block_size": 128}), ", session 1 .*200 tokens have not 3 blocks"),
+        (json.dumps(AGENTS | {"block_size": 128}), ", session 1 .*200 tokens have not 2 blocks"),
+        (
+            json.dumps(AGENTS | {"traces": [{"rows": [[0, 99, 1, 0, 1, 0, [[0, 2**99]]]]}]}),
+            ", session 1 .*99 tokens have not 2 blocks",
+        ),
         ('{"block_size": 64, "traces": [{"rows": [[1, 2, 3]]}]}', ", session 1 has a row of anoth"),
     ],
 )
