@@ -126,6 +126,9 @@ def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usag
 def size(text: str) -> int:
     """Bytes, such as "64GiB"."""
     try:
-        return parse_size(int(text) if text.isdecimal() else text)
+        found = parse_size(int(text) if text.isdecimal() else text)
     except PydanticCustomError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error.message()}") from None
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
+    return found

@@ -46,6 +46,7 @@ from simple_offload.config import ConfigError
         ("accuracy", "--model /no/such/model", "/no/such/model is no folder with a config.json"),
         ("accuracy", "--model {here}/llama-recall --model {here}/llama-recall", "two are alike"),
         ("accuracy", "--host-bytes apples", "'apples' must be"),
+        ("accuracy", "--host-bytes 0", "'0' is less than a byte"),
         ("accuracy", "--tasks key_value_recall,gsm8k", "goes with no other task"),
         ("scheduler_bench", "--parts traces", "--parts: traces needs --traces FILE"),
         (
