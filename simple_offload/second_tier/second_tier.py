@@ -68,8 +68,10 @@ class _Read:
     names: Sequence[OffloadKey]
     blocks: Sequence[KVCacheBlock]
     began: float
+    num_read: int = 0
+    """Objects that were read, from the first on."""
     check: "Future[int] | None" = None
-    """The number of objects, from the first on, that are whole and the right ones."""
+    """How many of those, from the first on, are whole and the right ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -508,6 +510,7 @@ class SecondTier(SecondTierHooks):
             if (read := self._reading.pop(ended.id, None)) is None:
                 self.writes.on_ended(ended.id, ok=ended.ok)
                 continue
+            read.num_read = ended.num_read
             rows = [block.block_id for block in read.blocks[: ended.num_read]]
             read.check = self._helper.ask(Seals.count_whole, rows, read.names[: ended.num_read])
         self._helper.poll()
@@ -531,7 +534,7 @@ class SecondTier(SecondTierHooks):
         num_brought = 0 if fetch.has_failed else num_whole
         if num_whole < len(read.keys):
             if not check.cancelled():  # the helper's process has ended
-                self._on_bad(read.names[num_whole])
+                self._on_bad(read.names[num_whole], is_damaged=num_whole < read.num_read)
             fetch.has_failed = True
             self._give_up(fetch)
         fetch.num_brought += num_brought
@@ -550,13 +553,14 @@ class SecondTier(SecondTierHooks):
         self._on_fetched(run, fetch.request, useless)
         self._helper.tell(Directory.on_read, self._objects.paths(read.names[:num_brought]))
 
-    def _on_bad(self, name: OffloadKey) -> None:
-        """An object could not be read, or has other bytes than it should."""
+    def _on_bad(self, name: OffloadKey, *, is_damaged: bool) -> None:
+        """An object has other bytes than it should, or could not be read: that may pass."""
         self._meter.add(metrics.SECOND_TIER_FAILED, 1, "read")
         self._failed[name] = self.clock()
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
-        self._helper.tell(Directory.remove, self._objects.paths([name]))
+        if is_damaged:
+            self._helper.tell(Directory.remove, self._objects.paths([name]))
 
     # Hanging
 

@@ -1,6 +1,7 @@
 """Fetch ahead: what a request gets from the second tier, how long it waits, and whose bytes are
 taken."""
 
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.fs import manager
 from vllm.v1.request import Request
 
 from simple_offload import metrics
@@ -284,7 +286,7 @@ SPOILING: dict[str, Callable[[Path, Path], Any]] = {
 def test_a_bad_object_ends_what_is_fetched(
     serve: MakeServer, clock: Clock, spoiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is bad when it is read, and was there when asked for. Its file is removed."""
+    """It is bad when it is read, and was there when asked for. What can be read is removed."""
     server = serve()
     server.put_behind("abcdef")
     path, read = server.path("abc"), server.objects.read
@@ -311,6 +313,24 @@ def test_a_bad_object_ends_what_is_fetched(
     assert server.fetch("abcdef") == 2
     clock.now += 1
     assert server.fetch("abcdef") == 6
+
+
+def test_an_object_that_cannot_be_read_stays(
+    serve: MakeServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error may pass: a network file system, or too many open files."""
+    server = serve()
+    server.put_behind("abc")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "it passes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager, "batch_load_block", fail)
+        assert server.fetch("abc") == 0
+    assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 1
+    clock.now += 5 * MINUTE
+    assert server.fetch("abc") == 3
 
 
 def test_an_object_that_is_read_is_not_asked_for(server: Server) -> None:
