@@ -96,8 +96,8 @@ class _Fetch:
     chain_end: int | None = None
     """The token that the first missing block of a chain ends before."""
     found: set[BlockHashWithGroupId] = field(default_factory=set)
-    num_tokens: int = 0
-    """Tokens that the request gets."""
+    tokens_per_block: float = 0.0
+    """Tokens that the request gets, by block that is fetched for it."""
     sources: set["_Fetch"] = field(default_factory=set)
     """Fetches that bring them: itself, and those of other requests that need the same blocks."""
     num_waiting: int = 0
@@ -403,11 +403,10 @@ class SecondTier(SecondTierHooks):
         ]
         # vLLM's tier must not be asked for an object that is read: if the read fails before the
         # answer comes, vLLM 0.32's raises an exception.
-        fetch.found.update(key for *_, key in blocks if key in self._coming)
         lacking = [
             (group, end, key, self._objects.name(key))
             for group, end, key in blocks
-            if not (self._tier.has(key) or key in fetch.found)
+            if not (self._tier.has(key) or key in self._coming)
         ]
         for *_, name in lacking:
             self._ask_for(name, request.request_id)
@@ -431,14 +430,14 @@ class SecondTier(SecondTierHooks):
     def _plan(self, fetch: _Fetch) -> None:
         """Decide what to fetch: what a lookup needs for the longest prefix."""
         fetch.is_asking = False
-        if not fetch.found:
+        if not (fetch.found or self._coming):
             return
         request, start = fetch.request, fetch.num_computed_tokens
         num_tokens, needed = self._reach.find(
             request.block_hashes,
             start,
             request.num_tokens - 1 - start,
-            lambda key: key in fetch.found or self._tier.has(key),
+            lambda key: key in fetch.found or key in self._coming or self._tier.has(key),
         )
         if num_tokens <= fetch.num_hit_tokens:
             return
@@ -446,10 +445,9 @@ class SecondTier(SecondTierHooks):
             fetch.result = "slower"
             return
         fetch.result = "hit"
-        fetch.num_tokens = num_tokens - fetch.num_hit_tokens
-        for end, key in needed:
-            if self._tier.has(key):
-                continue
+        lacking = [(end, key) for end, key in needed if not self._tier.has(key)]
+        fetch.tokens_per_block = (num_tokens - fetch.num_hit_tokens) / max(1, len(lacking))
+        for end, key in lacking:
             source = self._coming.setdefault(key, fetch)
             source.num_waiting += source not in fetch.sources
             fetch.sources.add(source)
@@ -464,7 +462,7 @@ class SecondTier(SecondTierHooks):
         fetch = self._waits.pop(request_id, None)
         if result is not None:
             self._over[request_id] = None
-            if fetch is not None and fetch.num_tokens:
+            if fetch is not None and fetch.result == "hit":
                 self._over[request_id] = fetch.num_computed_tokens + fetch.num_hit_tokens
             self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
         if fetch is None:
@@ -486,6 +484,7 @@ class SecondTier(SecondTierHooks):
                 blocks = self._tier.allocate_for(keys, fetch.own)
                 if not blocks:
                     # Too small a tier for this prefix, or all of it is in use.
+                    fetch.has_failed |= not fetch.own
                     self._give_up(fetch)
                     break
                 keys = [fetch.unread.popleft() for _ in blocks]
@@ -518,7 +517,7 @@ class SecondTier(SecondTierHooks):
             while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
                 self._commit(fetch, fetch.reads.popleft(), check)
             if fetch.ended and fetch.num_brought:
-                brought = fetch.num_tokens * fetch.num_brought // len(fetch.ends)
+                brought = round(fetch.tokens_per_block * fetch.num_brought)
                 self.speeds.on_fetched(brought, self._now() - fetch.began)
         self._fetches = [fetch for fetch in self._fetches if not fetch.ended]
         if self.is_on and (self._objects.error or self._helper.error):

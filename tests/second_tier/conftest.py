@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from vllm.v1.request import Request
 
 from simple_offload.config import SecondTierConfig
@@ -171,6 +171,11 @@ class Server:
         self.put(prompt)
         self.settle()
         self.empty()
+
+    def fill(self) -> list[KVCacheBlock]:
+        """Stores get all host blocks, and do not end. Returns those with a reference."""
+        keys = [self.keys(chr(1000 + number))[0] for number in range(self.tier.num_free)]
+        return self.tier.allocate_for(keys, set())
 
     def empty(self) -> None:
         """The host tier loses all contents."""

@@ -175,6 +175,22 @@ def test_a_prompt_is_fetched_as_far_as_there_is_room(serve: MakeServer) -> None:
     assert small.num_pinned == 0
 
 
+def test_a_prompt_for_which_there_is_no_room_is_a_miss(
+    serve: MakeServer, disk: ScriptedDisk
+) -> None:
+    """All host blocks are in use."""
+    server = serve(disk=disk, num_blocks=8)
+    server.put_behind("abcdef")
+    others = server.fill()
+    request = server.request("abcdef")
+    assert server.ask(request)
+    answer(server)
+    server.step()
+    assert not server.ask(request)
+    assert results(server) == {"miss": 1}
+    server.tier.unpin(others)
+
+
 # Reads
 
 
@@ -347,6 +363,32 @@ def test_an_object_that_is_read_is_not_asked_for(server: Server) -> None:
     assert results(server) == {"miss": 2}
 
 
+def test_what_another_request_gives_up_is_asked_for(
+    serve: MakeServer, disk: ScriptedDisk
+) -> None:
+    """Not read at once: a third request may have asked for it, and have no answer."""
+    server = serve(disk=disk, num_blocks=8)
+    server.put_behind("abcdef")
+    others = server.fill()
+    first, second, third = map(server.request, ("abcdef", "abcdefg", "abcdefh"))
+    assert server.ask(first)
+    answer(server)
+    assert server.ask(first)
+    assert server.ask(second)  # for "g" only
+    server.step()  # there is no room for the first one's objects
+    answer(server)
+    server.second_tier.on_new_request(third)
+    server.tier.unpin(others)
+    assert server.ask(second)
+    server.step()
+    assert not server.behind.jobs
+    answer(server)
+    server.step()
+    server.behind.end(server.behind.jobs[0], random.Random(0), DiskFaults(vanished=1.0))
+    server.step_until(lambda: not (server.ask(first) or server.ask(second)))
+    assert is_on(server)
+
+
 # How long a request waits
 
 
@@ -398,6 +440,19 @@ def test_a_slow_tier_is_asked_once_a_minute(server: Server, clock: Clock) -> Non
     clock.now += MINUTE
     fetch_slowly()
     assert results(server) == {"late": 2, "slower": 1}
+
+
+def test_a_fetch_counts_for_what_it_reads_itself(server: Server, clock: Clock) -> None:
+    """Not for the blocks that another request has been waiting for."""
+    server.put_behind("abcdefg")
+    begin(server, "abcdef")
+    clock.now += 0.9
+    second = begin(server, "abcdefg")
+    end(server, 1)
+    clock.now += 0.1
+    end(server)
+    assert not server.ask(second)
+    assert server.second_tier.speeds.fetch == pytest.approx(28, rel=0.05)  # tokens in a second
 
 
 def test_answers_that_never_come_are_waited_for_once_a_minute(server: Server, clock: Clock) -> None:
