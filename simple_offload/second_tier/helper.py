@@ -121,10 +121,10 @@ class Helper:
     def wait(self, seconds: float = math.inf) -> None:
         """Wait until all questions have answers, or the process has failed. It fails if it does not
         answer within ``seconds``."""
-        deadline = self.clock() + seconds
+        deadline = time.monotonic() + seconds
         while self._unanswered and self.error is None:
-            self.poll(1.0)
-            if self.clock() > deadline:
+            self.poll(min(1.0, seconds))
+            if time.monotonic() > deadline:
                 self._fail(TimeoutError(f"it did not answer within {seconds:.0f} s"))
 
     def close(self, seconds: float = 10.0) -> None:

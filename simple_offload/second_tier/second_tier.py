@@ -55,7 +55,9 @@ _LINGER_SECONDS = 5.0
 """How long an engine without requests goes on stepping for the tier. vLLM's pause, sleep and
 shutdown wait so long. What is left is done when requests come again, or at shutdown."""
 _CLOSE_SECONDS = 10.0
-"""Longest wait for writes under way at shutdown."""
+"""Longest shutdown, for writes under way."""
+_SHORTEST_END = 1.0
+"""Seconds that the helper's process has for its end in any case. It needs far less."""
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -342,20 +344,24 @@ class SecondTier(SecondTierHooks):
         self._waits.clear()
 
     def shutdown(self, seconds: float = _CLOSE_SECONDS) -> None:
-        thread = threading.Thread(target=self._finish, name="simple-offload-close", daemon=True)
+        deadline = time.monotonic() + seconds
+        # Half of it for the helper's process: if that is stopped, the tier ends without it.
+        thread = threading.Thread(
+            target=self._finish, args=[seconds / 2], name="simple-offload-close", daemon=True
+        )
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
             logger.warning("The second tier did not end within %.0f s", seconds)
-        self._helper.close()
+        self._helper.close(max(_SHORTEST_END, deadline - time.monotonic()))
         self._rows.memory.close()
 
     @_guarded
-    def _finish(self) -> None:
+    def _finish(self, patience: float) -> None:
         """Write what can be written, and end. As long as the tier hangs."""
         try:
             if self.is_on:
-                self.writes.finish(self._poll)
+                self.writes.finish(self._poll, patience)
         finally:
             self._objects.close()
 

@@ -133,10 +133,11 @@ class Writes:
         changed = self._names(key for key in rows if not self._is_unchanged(key, rows[key]))
         self._helper.tell(Directory.remove, self._objects.paths(changed))
 
-    def finish(self, poll: Callable[[], None]) -> None:
-        """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
+    def finish(self, poll: Callable[[], None], patience: float) -> None:
+        """Write all that can be written, and wait for it. ``poll``: take note of what has ended.
+        ``patience``: seconds for the helper's answers."""
         while not self.idle and not (self._objects.error or self._helper.error):
-            self._helper.wait()
+            self._helper.wait(patience)
             self.start()
             self._objects.drain()
             poll()

@@ -249,6 +249,22 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_hangs(
             thread.join(PATIENCE_SECONDS)
 
 
+def test_a_shutdown_ends_in_time_although_the_helper_is_stopped(
+    serve: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's tier ends in order, and the process is killed soon."""
+    server = serve(disk=ScriptedDisk())
+    server.connection.is_held = True
+    server.put("abc")
+    server.step()
+    server.second_tier.shutdown(0.1)
+    assert server.behind.is_shut_down
+    assert server.connection.patience is not None
+    assert server.connection.patience <= 1
+    assert "did not answer" in caplog.text
+    assert "did not end within" not in caplog.text
+
+
 @pytest.mark.parametrize("method", ["get_finished_jobs", "shutdown"])
 def test_a_shutdown_does_not_wait_for_a_tier_that_raises(
     serve: MakeServer,
