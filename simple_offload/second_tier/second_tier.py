@@ -265,7 +265,9 @@ class SecondTier(SecondTierHooks):
             has_failed = any(source.has_failed for source in fetch.sources)
             self._end_wait(request_id, "miss" if has_failed else fetch.result)
             return False
-        if self.clock() >= fetch.limit:
+        # Without a limit, too, no request waits for ever for answers.
+        is_hung = fetch.is_asking and self._now() - fetch.began >= _HUNG_SECONDS
+        if is_hung or self.clock() >= fetch.limit:
             if fetch.is_asking:  # the answers take so long, or never come
                 self.speeds.on_answered(self._now() - fetch.began)
             self._end_wait(request_id, "late")

@@ -475,6 +475,21 @@ def test_answers_that_never_come_are_waited_for_once_a_minute(server: Server, cl
     assert results(server) == {"late": 3, "slower": 3, "hit": 1}
 
 
+def test_no_request_waits_for_ever_for_answers(
+    serve: MakeServer, disk: ScriptedDisk, clock: Clock
+) -> None:
+    """Even if it is told to wait, however slow the tier is."""
+    server = serve(disk=disk, always=True)
+    request = server.request("abcdef")
+    go_on(server, clock, 1)
+    assert server.ask(request)
+    go_on(server, clock, MINUTE - 1)
+    assert server.ask(request)
+    go_on(server, clock, 1)
+    assert not server.ask(request)
+    assert results(server) == {"late": 1}
+
+
 @pytest.mark.parametrize(
     "method", ["lookup", "submit_load", "submit_store", "get_finished_jobs", "on_schedule_end"]
 )
