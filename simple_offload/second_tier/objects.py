@@ -97,6 +97,8 @@ class Objects:
             self.tier = SecondaryTierFactory.create_secondary_tier(wanted, view, spec)
         except (OSError, RuntimeError, ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"second_tier={wanted!r}: it does not start: {error}") from error
+        # A tier of one's own may be made from vLLM's fs tier. Its files are left to it.
+        self._mapper = getattr(self.tier, "file_mapper", None) if config.type == "fs" else None
 
     # Names
 
@@ -108,7 +110,7 @@ class Objects:
 
     def paths(self, names: Sequence[OffloadKey]) -> list[str]:
         """The files of objects, as vLLM's fs tier names them; none for other tiers."""
-        mapper = getattr(self.tier, "file_mapper", None)
+        mapper = self._mapper
         return [mapper.get_file_name(name) for name in names] if mapper is not None else []
 
     # Work
