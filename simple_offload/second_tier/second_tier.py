@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -581,6 +581,13 @@ class SecondTier(SecondTierHooks):
             since = min(since, self._helper.waiting_since)
         if now - since >= _HUNG_SECONDS:
             self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
+            return
+        # Where others end and one read does not, no later request waits for its objects.
+        hung = takewhile(lambda read: now - read.began >= _HUNG_SECONDS, self._reading.values())
+        for read in hung:
+            for key, name in zip(read.keys, read.names, strict=True):
+                self._coming.pop(key, None)
+                self._failed[name] = self.clock()
 
     def _switch_off(self, reason: str) -> None:
         """For a while. Reads and writes under way go on."""

@@ -363,9 +363,7 @@ def test_an_object_that_is_read_is_not_asked_for(server: Server) -> None:
     assert results(server) == {"miss": 2}
 
 
-def test_what_another_request_gives_up_is_asked_for(
-    serve: MakeServer, disk: ScriptedDisk
-) -> None:
+def test_what_another_request_gives_up_is_asked_for(serve: MakeServer, disk: ScriptedDisk) -> None:
     """Not read at once: a third request may have asked for it, and have no answer."""
     server = serve(disk=disk, num_blocks=8)
     server.put_behind("abcdef")
@@ -677,6 +675,25 @@ def test_a_tier_whose_helper_does_not_answer_is_switched_off(
     server.connection.release()
     server.step()
     assert server.num_pinned == 0
+
+
+def test_no_later_request_waits_for_one_read_that_hangs(server: Server, clock: Clock) -> None:
+    """Other reads go on, and so does the tier."""
+    server.put_behind("xyz")
+    begin(server)
+    for _ in range(61):
+        other = begin(server, "xyz")
+        end(server, 1)
+        clock.now += 1
+        server.finish(other)
+        server.empty()
+    later = server.request("abcdef")
+    assert not server.ask(later)
+    assert is_on(server)
+    server.finish(later)
+    server.behind.drain_jobs()
+    server.step()
+    assert server.find("abcdef") == 6
 
 
 @pytest.mark.parametrize("hangs", ["reads", "writes"])
