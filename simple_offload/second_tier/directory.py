@@ -29,10 +29,10 @@ server's part of the room would become too small for an object. The second is so
 of the cache is lost, and so far that most scans remove nothing."""
 _STALE_SECONDS = 60.0
 """After this time, a write makes a scan due."""
-_LEFT_OVER_SECONDS = 600.0
-"""After this time, no server still writes a temporary file: an object takes seconds."""
 _FUTURE_SECONDS = 3600.0
 """Clocks of servers differ by less. A file that was used later than that has a wrong time."""
+_LEFT_OVER_SECONDS = _FUTURE_SECONDS + 600.0
+"""After this time, no server still writes a temporary file: an object takes seconds."""
 _FAR_NS = 1 << 70
 
 
@@ -45,7 +45,8 @@ class Directory:
 
     Several servers may use one directory: files may vanish at any time, and one server removes at
     a time (``flock``). They do not know of each other's writes, so each uses a quarter of the room
-    that its last scan saw. More than four servers may exceed the limit for a moment.
+    that its last scan saw. More than four servers may exceed the limit for a moment, or one whose
+    last scan is long ago.
 
     A scan that fails leaves no room, and another one is due. So trouble that passes needs no
     restart, and the limit holds meanwhile.

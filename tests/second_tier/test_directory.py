@@ -277,7 +277,7 @@ def test_while_another_server_removes_this_one_counts_again_and_again(
     directory: Directory, root: Path, number: int, room: int
 ) -> None:
     paths = put(root, range(number))
-    left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=HOUR)
+    left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=2 * HOUR)
     with locked(root):
         for _ in range(3):
             directory.scan()
@@ -357,10 +357,10 @@ def test_a_deleted_root_has_room_and_stays_deleted(directory: Directory, root: P
 def test_temporary_files_of_a_killed_server_leave(
     directory: Directory, root: Path, name: str
 ) -> None:
-    """Others stay: objects leave for them."""
-    old = write(root / "a_r0" / name, age=11 * 60)
+    """Others stay: objects leave for them. Another server's clock may be an hour behind."""
+    old = write(root / "a_r0" / name, age=HOUR + 11 * 60)
     later = write(root / "b_r0" / name, age=-2 * HOUR)
-    young = write(root / "c_r0" / name, 20 * SIZE, age=9 * 60)
+    young = write(root / "c_r0" / name, 20 * SIZE, age=HOUR + 9 * 60)
     paths = put(root, range(44))
     directory.scan()
     assert [path.exists() for path in (old, later, young)] == [False, False, True]
