@@ -516,6 +516,7 @@ def test_a_tier_that_raises_is_switched_off(
             end(server)
     assert not server.ask(request)
     server.finish(request)
+    assert not server.behind.asked, "it would keep the answers for ever"
     assert not is_on(server)
     assert "a bug of the tier" in caplog.text
     assert "has failed and is switched off" in caplog.text
