@@ -16,7 +16,8 @@ _LOST = {
     "boundary": "lacked the state or window at their end, which is kept at few places.",
     "no_room": "found no room on the device for their load: allow fewer requests at a time "
     "(--max-num-seqs).",
-    "not_asked": "asked no cache: their requests skip it, or get their KV from another server.",
+    "not_asked": "asked no cache: their requests skip it, get their KV from another server, or go "
+    "on with a streaming session.",
     "not_stored": "left the device before their store: it was too late, failed, or had no room.",
     "other_key": "are known under another cache_salt, LoRA adapter or image only.",
     "overload": "were bypassed, because all prompts together are too much for both caches: more "

@@ -72,7 +72,7 @@ def test_a_server_that_fits() -> None:
         ("below_threshold", "store_threshold"),
         ("boundary", "state or window"),
         ("no_room", "--max-num-seqs"),
-        ("not_asked", "asked no cache"),
+        ("not_asked", "streaming session"),
         ("not_stored", "left the device before their store"),
         ("other_key", "cache_salt"),
         ("overload", "were bypassed"),
