@@ -123,8 +123,8 @@ class Objects:
         return True if answer is LookupResult.HIT else None
 
     def on_answered(self, request_id: str) -> None:
-        """The request asks no more. A tier that has failed is told too, or it would keep the answers
-        for ever."""
+        """The request asks no more. A tier that has failed is told too, or it would keep the
+        answers for ever."""
         try:
             self.tier.on_request_finished(ReqContext(request_id))
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
