@@ -21,6 +21,9 @@ from tests.simulation.device import ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.shape import Shape
 
+COMPLETE = {RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED}
+"""How a request ends with its whole answer."""
+
 
 def tier_blocks(host_blocks: BlockIds, num_sub_blocks: int) -> list[int]:
     """The tier's blocks that contain these sub-blocks of a rank."""
@@ -122,9 +125,8 @@ def check_all_free(held: Collection[int] = (), **pools: BlockPool) -> None:
 def check_answer(request_id: str, story: Story, tokens: list[int], status: RequestStatus) -> None:
     """The answer is the one without a host tier: all of it, or a beginning if the request was
     aborted or failed on purpose."""
-    expected = story.tokens[story.num_prompt_tokens :][: story.num_output_tokens]
-    complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
-    right = tokens == (expected if complete else expected[: len(tokens)])
+    expected = story.answer
+    right = tokens == (expected if status in COMPLETE else expected[: len(tokens)])
     assert right, f"{request_id}: answered {tokens} instead of {expected}"
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -40,12 +42,14 @@ class Reach(Enum):
 @dataclass(frozen=True)
 class Group:
     """One group of a model. ``window``: the number of tokens for ``reach``. ``scale``: tokens in
-    its blocks, as a multiple of the smallest blocks'."""
+    its blocks, as a multiple of the smallest blocks'. ``replays``: no hit finds its blocks, and a
+    request computes the last window of its hit again (DeepSeek-V4.1)."""
 
     kind: Kind
     window: int = 0
     scale: int = 1
     reach: Reach = Reach.WINDOW
+    replays: bool = False
 
     def read(self, start: int, num_prompt_tokens: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Positions before ``start`` that attention reads from ``start`` on."""
@@ -78,14 +82,19 @@ class Group:
             return ChunkedLocalAttentionSpec(attention_chunk_size=self.window, **common)
         if self.reach is Reach.PROMPT:
             return RSWASpec(rswa_window=self.window, **common)
-        if self.window:
-            return SlidingWindowSpec(sliding_window=self.window, **common)
-        return FullAttentionSpec(**common)
+        if not self.window:
+            is_ring = self.kind is Kind.RING
+            return CircularBufferSpec(**common) if is_ring else FullAttentionSpec(**common)
+        common["sliding_window"] = self.window
+        if not self.replays:
+            return SlidingWindowSpec(**common)
+        common["head_size"] *= 2  # no values beside keys
+        return SlidingWindowMLASpec(bounded_replay=True, **common)
 
 
 def is_ring(spec: KVCacheSpec) -> bool:
-    """Whether prefix caching leaves a layer out (``CircularBufferSpec``, from 0.32 on)."""
-    return not getattr(spec, "prefix_cacheable", True)
+    """Whether a layer keeps the last tokens only, in one block."""
+    return isinstance(spec, CircularBufferSpec)
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,8 @@ PLAIN: dict[str, Any] = {
     "draft": False,
     "draft_window": 0,
     "chained": False,
+    "ring": False,
+    "replay_window": 0,
     "mixed_pages": False,
     "match_unit": None,
     "num_drafted": 0,

@@ -61,9 +61,10 @@ class Story:
         salt: str | None,
         epoch: int,
         num_beyond: int = 1,
+        num_stop_tokens: int = 0,
     ) -> None:
         """``num_beyond``: tokens beyond the answer, for drafts and for steps that sample one too
-        many (async scheduling)."""
+        many (async scheduling). ``num_stop_tokens``: of ``Shape``."""
         self.num_prompt_tokens = len(prompt)
         self.num_output_tokens = num_output_tokens
         self.epoch = epoch
@@ -76,7 +77,15 @@ class Story:
             value = extend(value, self.tokens[position])
             identities.append(value)
         self.identities: Identities = np.array(identities, dtype=np.uint64)
+        self._num_stop_tokens = num_stop_tokens
         self._pages: dict[tuple[int, int, int, int], Identities] = {}
+
+    @property
+    def answer(self) -> list[int]:
+        """What vLLM returns: up to the first stop token."""
+        answer = self.tokens[self.num_prompt_tokens :][: self.num_output_tokens]
+        stops = (i for i, token in enumerate(answer, 1) if token < self._num_stop_tokens)
+        return answer[: next(stops, None)]
 
     def pages(self, group: int, rank: int, layer: int, width: int) -> Identities:
         """The contents of one layer's pages, of one group on one rank, for all tokens: ``[tokens,

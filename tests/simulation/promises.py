@@ -9,7 +9,6 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.request import Request
 
@@ -113,14 +112,19 @@ class TailsFirst:
         """Blocks that the device had longer than their parents. Stores held them, or a reset took
         both. And blocks that were found without them: a hit that continues from the device's blocks
         protects no block before it."""
+        self._released: set[BlockHashWithGroupId] = set()
+        """Blocks that a request has released. Each leaves first when the device has lost it, which
+        loses the head last."""
+        self._groups = scheduler.groups
         self._applies = scheduler.tier.is_exclusive
         watch(self._device_pool, "_maybe_evict_cached_block", self._watch_device)
         watch(scheduler.tier, "pin", self._watch_hit)
+        watch(scheduler.tier, "release", self._watch_release)
 
     def begin(self, requests: Iterable[Request]) -> set[BlockHashWithGroupId]:
         """A step begins. Returns the tier's keys, for ``end``."""
         for request in requests if self._applies else ():
-            keys = [make_block_hash_with_group_id(each, 0) for each in request.block_hashes]
+            keys = self._groups.keys(request.block_hashes, self._groups.ids[0])
             self._parents.update(zip(keys[1:], keys, strict=False))
         if self._on_device is not self._device_pool.cached_block_hash_to_block:
             self._on_device = self._device_pool.cached_block_hash_to_block
@@ -136,7 +140,8 @@ class TailsFirst:
             parent = self._parents.get(key)
             if parent in lost and self._on_device.get_one_block(parent) is None:
                 is_copy = self._on_device.get_one_block(key) is not None
-                self._num_beheaded += not (is_copy or key in self._headless)
+                is_promised = not (is_copy or key in self._headless or parent in self._released)
+                self._num_beheaded += is_promised
                 self._headless.add(key)
 
     def check(self) -> None:
@@ -150,6 +155,11 @@ class TailsFirst:
         if parent is not None and self._on_device.get_one_block(parent) is None:
             self._headless.add(key)
         return evict(block)
+
+    def _watch_release(self, release: Any, keys: Iterable[BlockHashWithGroupId]) -> None:
+        keys = list(keys)
+        self._released.update(keys)
+        release(keys)
 
     def _watch_hit(self, pin: Any, blocks: Sequence[KVCacheBlock]) -> None:
         keys: set[Any] = {block.block_hash for block in blocks}

@@ -46,6 +46,10 @@ class _Work:
     """Number of known tokens after it has been sampled."""
     is_first: bool
     """Whether the tokens before ``start`` were found, none of them computed by this request."""
+    replay_start: int
+    """Where groups that replay have tokens from."""
+    found_end: int
+    """End of the tokens that were found. Other groups have those that are replayed."""
     redraft_from: int
     """Where chained drafters begin to compute. They leave earlier pages unchanged."""
     states: dict[int, tuple[int, int]]
@@ -75,6 +79,7 @@ class _Known:
     num_computed: int = 0
     num_found: int = 0
     """Number of those that were found when the request got its blocks."""
+    replay_start: int = 0
     states: dict[int, int] = field(default_factory=dict)
     """By group of states, the state's column in its block table."""
 
@@ -115,8 +120,14 @@ class Runner:
             # To the V2 runner, requests that go on after a preemption are new ones.
             known_ids = new.prefill_token_ids
             num_known = story.num_prompt_tokens if known_ids is None else len(known_ids)
-            num_computed = new.num_computed_tokens
-            self._known[new.req_id] = _Known(tables, num_known, num_computed, num_computed)
+            num_computed = num_found = new.num_computed_tokens
+            replay_start = getattr(new, "replay_start", 0)
+            if replay_start:
+                assert num_computed == replay_start, f"{new.req_id} does not replay its window"
+                num_found += self.shape.replay_window
+            self._known[new.req_id] = _Known(
+                tables, num_known, num_computed, num_found, replay_start
+            )
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known = self._known[request_id]
@@ -174,7 +185,9 @@ class Runner:
             tuple(np.array(table, dtype=np.int64) for table in known.tables),
             samples,
             known.num_tokens,
-            start == known.num_found,
+            start == (known.replay_start or known.num_found),
+            known.replay_start,
+            known.num_found,
             min(start, max(start - self.shape.num_reprefilled, known.num_found)),
             states,
         )
@@ -262,7 +275,7 @@ class Runner:
         arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
         story = self.stories[request_id]
         work = _Work(
-            request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, False, 0, {}
+            request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, False, 0, 0, 0, {}
         )
         for index, _ in self.groups:
             for kind in (Kind.ATTENTION, Kind.DRAFT):
@@ -273,10 +286,13 @@ class Runner:
         for layers in self._alike[index][kind]:
             spec = self._layers[index][layers[0]]
             read = group.read(start, work.story.num_prompt_tokens)
-            if work.is_first and kind is Kind.ATTENTION:
+            if group.replays:
+                read = read[read >= work.replay_start]
+            elif work.is_first and kind is Kind.ATTENTION:
                 # Also what attention will not read: vLLM may give these blocks to others.
-                is_block = work.tables[index][: -(-start // self._sizes[index])] != 0
-                read = np.arange(start)[np.repeat(is_block, self._sizes[index])[:start]]
+                found = work.found_end
+                is_block = work.tables[index][: -(-found // self._sizes[index])] != 0
+                read = np.arange(found)[np.repeat(is_block, self._sizes[index])[:found]]
             positions = self._own(spec.ends(read))
             blocks, slots = self._places(work, positions, index, spec)
             for layer in layers:
@@ -288,6 +304,8 @@ class Runner:
 
     def _write(self, work: _Work, index: int, kind: Kind) -> None:
         start = work.redraft_from if kind is Kind.DRAFT else work.start
+        if work.replay_start and not dict(self.groups)[index].replays:
+            start = max(start, work.found_end)
         for layers in self._alike[index][kind]:
             spec = self._layers[index][layers[0]]
             positions = self._own(spec.ends(np.arange(start, work.end)))

@@ -40,7 +40,9 @@ class Shape:
     ``chunks``, ``prompt_windows``: groups of attention layers of other reaches (``Reach``).
     ``num_states``: number of groups of state layers. ``draft``: whether there is a drafter's group,
     with attention over ``draft_window`` tokens. ``chained``: its layers are MTP modules, and each
-    reads one token further ahead. ``retention``: vLLM keeps a window or a state after each multiple
+    reads one token further ahead. ``ring``: a group before all others keeps a request's last tokens
+    in a block that no other request finds. ``replay_window``: so does one with such a window
+    (``Group.replays``). ``retention``: vLLM keeps a window or a state after each multiple
     of this many scheduler blocks; 0, its default: at the ends of prompts; None: everywhere.
     ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: the
     tokens that a hash covers, if fewer than a block: with states, hits may end inside a block.
@@ -67,6 +69,8 @@ class Shape:
     draft: bool = False
     draft_window: int = 0
     chained: bool = False
+    ring: bool = False
+    replay_window: int = 0
     retention: int | None = 0
     v2_runner: bool = False
     """Whether steps run in the order of vLLM's V2 runner: it returns a step's output before its
@@ -77,6 +81,14 @@ class Shape:
     """Number of pipeline parallel stages of the ranks."""
     priority: bool = False
     """Whether requests have priorities."""
+    num_stop_tokens: int = 0
+    """Number of tokens, the first of the vocabulary, that end an answer."""
+    long_prefill: int = 0
+    """The most tokens of a prompt in a step with others; 0: no limit."""
+    watermark: float = 0.0
+    """Share of the device's blocks that waiting requests leave to running ones."""
+    reserves_prompts: bool = True
+    """Whether a request starts only if there are blocks for its whole prompt (the default)."""
     mixed_pages: bool = False
     match_unit: int | None = None
     lazy: bool | None = None
@@ -159,7 +171,8 @@ class Shape:
         if not SERVES_HOLDERS_FIRST:
             return False
         windows = all(g.kind is Kind.ATTENTION and g.reach is Reach.WINDOW for g in self.groups)
-        return windows and not self.num_drafted and self.match_unit is None
+        plain = self.match_unit is None and not self.replay_window
+        return windows and plain and not self.num_drafted
 
     @property
     def num_reprefilled(self) -> int:
@@ -192,12 +205,15 @@ class Shape:
             for window in windows
         ]
         drafts = [Group(Kind.DRAFT, self.draft_window)] if self.draft else []
+        unfound = [Group(Kind.RING)] if self.ring else []
+        if self.replay_window:
+            unfound.append(Group(Kind.ATTENTION, self.replay_window, replays=True))
         scales = chain(self.scales, repeat(1))
         scaled = [
             replace(group, scale=scale)
             for group, scale in zip([*attention, *drafts], scales, strict=False)
         ]
-        return [*scaled, *[Group(Kind.STATE)] * self.num_states]
+        return [*unfound, *scaled, *[Group(Kind.STATE)] * self.num_states]
 
     @property
     def layers(self) -> list[list[Layer]]:

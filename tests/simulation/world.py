@@ -335,10 +335,12 @@ class World:
         resumable: bool = False,
         needs_grammar: bool = False,
         priority: int | None = None,
+        reads_cache: bool = True,
     ) -> None:
         """Hand a request to the scheduler. ``resumable``: more input may follow (``resume``).
-        ``needs_grammar``: it waits for ``compile_grammar``."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        ``needs_grammar``: it waits for ``compile_grammar``. ``reads_cache``: whether it may hit."""
+        sampling = self._sampling(max_tokens)
+        sampling.skip_reading_prefix_cache = not reads_cache
         if wishes is not None:
             sampling.extra_args = {"kv_transfer_params": {"simple_offload": wishes}}
         request = Request(
@@ -365,12 +367,16 @@ class World:
         more = Request(
             request_id=request_id,
             prompt_token_ids=tokens or [0],
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling_params=self._sampling(max_tokens),
             pooling_params=None,
             resumable=bool(tokens),
         )
         self.scheduler.add_request(more)
         self._tell_stories()
+
+    def _sampling(self, max_tokens: int) -> SamplingParams:
+        stops = list(range(self.shape.num_stop_tokens))
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stops)
 
     def is_waiting_for_input(self, request_id: str) -> bool:
         """Whether a session has answered, and more input may come."""
@@ -386,7 +392,12 @@ class World:
         num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
         prompt = list(request.prompt_token_ids or ())
         self.stories[request.request_id] = Story(
-            prompt, request.max_tokens, request.cache_salt, epoch, num_beyond
+            prompt,
+            request.max_tokens,
+            request.cache_salt,
+            epoch,
+            num_beyond,
+            self.shape.num_stop_tokens,
         )
 
     def _tell_stories(self) -> None:

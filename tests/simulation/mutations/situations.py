@@ -63,7 +63,12 @@ _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
 _FULL_ATTENTION = PLAIN | {"windows": (0,)}
 
-_UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
+USUAL_ENDS = {"num_stop_tokens": 0, "unread": 0.0, "long_prefill": 0, "watermark": 0.0}
+USUAL_ENDS |= {"reserves_prompts": True}
+"""Answers end at their lengths, all requests read the cache, and vLLM's admission is the usual
+one."""
+
+_UNLIKE = USUAL_ENDS | {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
 _UNLIKE |= {"sessions": 0.0, "grammars": 0.0, "pauses": 0.0, "keeps_on_reset": True}
 """No two ranks have the same KV, nothing lies behind host memory, and no request has wishes. No
 request waits for anything but blocks and loads."""
