@@ -20,7 +20,9 @@ SHAPE: dict[str, Any] = {
 }
 """A tier with room for twelve prompts, a device with room for eight, and one request at a time."""
 SETTINGS = pytest.mark.parametrize(
-    "setting", [{}, {"lazy": True}, {"lazy": False}, {"windows": (0, 8)}], ids=str
+    "setting",
+    [{}, {"lazy": True}, {"lazy": False}, {"windows": (0, 8)}, {"ring": True, "lazy": True}],
+    ids=str,
 )
 
 
@@ -115,6 +117,19 @@ def test_requests_that_are_never_served_take_nothing_from_others(drive: MakeDriv
     for _ in range(3):
         serve_urgent(driver, range(40, 48))
     assert serve_urgent(driver, range(40, 48)) == 40
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_such_a_request_takes_room_for_what_it_may_leave(drive: MakeDriver, ring: bool) -> None:
+    """The ring's block is of no use to others."""
+    driver = drive(**WITH_PRIORITIES | {"ring": ring, "num_device_blocks": 16})
+    start_late(driver)
+    num_reserved = driver.tier.num_reserved
+    driver.start("urgent", prompt(NUM_TOKENS, 60), priority=URGENT)
+    while driver.tier.num_reserved == num_reserved:
+        driver.step()
+        driver.copy_all()
+    assert driver.tier.num_reserved == num_reserved - 5
 
 
 def test_a_later_request_of_a_higher_priority_comes_first(drive: MakeDriver) -> None:

@@ -68,7 +68,8 @@ class QueueReservations:
 
     def on_allocated(self, request: Request) -> None:
         """A request gets its blocks, before it is removed from the queue."""
-        size = sum(request.num_tokens // size for size in self._groups.block_sizes)
+        sizes = self._groups.block_sizes
+        size = sum(request.num_tokens // sizes[group] for group in self._groups.ids)
         priority, _ = self._order(request)
         if self._served and self._served[-1].priority > priority:
             self._num_taken += self._give_up(size, (priority, inf))
@@ -134,7 +135,8 @@ class QueueReservations:
             hit = self._tier.lookup(request.block_hashes, 0, request.num_tokens - 1)
             keys = [key for key in block_pool.keys_of(hit.pins) if key is not None]
             return keys[:limit]
-        keys = self._groups.keys(request.block_hashes, 0, 0, limit)
+        (group,) = self._groups.ids
+        keys = self._groups.keys(request.block_hashes, group, 0, limit)
         on_device = block_pool.cached(self._device_pool)
         has = self._tier.has
         stop = next(
