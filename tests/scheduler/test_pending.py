@@ -43,6 +43,15 @@ def test_a_store_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> Non
     driver.run()
 
 
+@pytest.mark.parametrize("num_host_blocks", [2, 4, 5])
+def test_an_engine_without_requests_stops(drive: MakeDriver, num_host_blocks: int) -> None:
+    """The tier has empty blocks, and the device contents that are not worth a store."""
+    driver = drive(num_host_blocks=num_host_blocks, store_threshold=2)
+    driver.serve("a", prompt(33))
+    assert driver.num_stored == 0
+    assert is_pending(driver) == (False, False)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_no_request_is_preempted_for_blocks_that_a_store_will_free(
     drive: MakeDriver, async_scheduling: bool

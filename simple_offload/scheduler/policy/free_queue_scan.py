@@ -196,7 +196,7 @@ class FreeQueueScan:
         than ``most``, or others from an unknown place."""
         if self._cursor is None:
             return
-        for block in block_pool.free_blocks_after(self._device_pool, None, most):
+        for block in block_pool.free_blocks_after(self._device_pool, None, most + 1):
             if block.block_id in self._passed or block is self._cursor:
                 return
             if block.block_hash is not None:
