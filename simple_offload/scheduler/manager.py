@@ -133,7 +133,8 @@ class OffloadScheduler:
         step = self._second_tier.on_step(num_tokens)
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
-        if self._parked.on_step(computes=computes) and not self.has_pending_block_frees():
+        stands_still = self._parked.on_step(computes=computes)
+        if stands_still and self._stores.idle and self._loads.idle:
             self._gate.on_standstill()
         self._gate.on_step()
         return StepMetadata(

@@ -20,9 +20,10 @@ class Parked:
 
     1. **Room.** A request is parked only if the device has room for all parked requests at once,
        each with all its tokens and drafts (``has_room``).
-    2. **Give back.** If all parked requests are ready and vLLM still schedules nothing, they give
-       their blocks back (``give_back``). Each is computed then, and never parked again. Nor is the
-       request that vLLM refuses a load at that moment (``Gate.on_standstill``).
+    2. **Give back.** If all parked requests are ready, no copy is under way, and vLLM still
+       schedules nothing, they give their blocks back (``give_back``). Each is computed then, and
+       never parked again. Nor is the request that vLLM refuses a load at that moment
+       (``Gate.on_standstill``).
 
     Proof. Assume that vLLM schedules nothing, and that no step and no copy is under way. Then all
     parked requests are ready, and give their blocks back (2). From then on only requests have

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from simple_offload import metrics
 from simple_offload.scheduler.parked import Parked
 from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.simulation.integrity import parked_of
 
 LARGE = 32
@@ -126,6 +127,7 @@ def test_a_parked_request_gives_back_what_a_session_needs(drive: MakeDriver) -> 
     driver.world.add_request("session", prompt(18, 7), 2, None, 0, resumable=True)
     driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
     park(driver, "parked")
+    driver.copy_all()
     driver.world.resume("session", prompt(20, 8), 2)
     driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
     driver.world.resume("session", [], 1)
@@ -145,6 +147,20 @@ def test_without_both_rules_parked_requests_stand_still(
     driver = driver_with_scene(drive, 16 if driver_with_scene is windows_driver else 12)
     with pytest.raises(AssertionError, match="do not end"):
         driver.drain()
+
+
+def test_a_pause_is_no_standstill(drive: MakeDriver) -> None:
+    """vLLM goes on with steps, without tokens, for a store of a request that runs after it."""
+    driver = driver_with(drive, 1, num_device_blocks=60)
+    driver.start("runs", prompt(LARGE + 1, family=9), max_tokens=20)
+    driver.step_until(lambda: driver.pending(STORE))
+    park(driver, "parked")
+    driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not driver.world.connector.has_pending_block_frees()
+    driver.step(8)
+    driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 16
 
 
 def test_a_request_that_has_grown_needs_more_room(drive: MakeDriver) -> None:
