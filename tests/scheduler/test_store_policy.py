@@ -594,3 +594,24 @@ def test_a_stream_of_new_prompts_is_stored_once(drive: MakeDriver, lazy: bool | 
     before = driver.num_stored
     driver.fill(40, first=60)
     assert driver.num_stored - before == 40 * 5
+
+
+@pytest.mark.parametrize("setting", [{}, {"lazy": False}, {"num_sub_blocks": 2}], ids=str)
+def test_what_vllm_withdraws_from_a_step_is_found_nowhere(
+    drive: MakeDriver, setting: dict[str, Any]
+) -> None:
+    """An urgent request takes the room of one that the same step has scheduled before: vLLM's
+    cache has blocks that nothing computes, and that request would hit them when it goes on."""
+    driver = drive(
+        priority=True,
+        long_prefill=8,
+        reserves_prompts=False,
+        max_num_seqs=2,
+        num_device_blocks=20,
+        num_host_blocks=60,
+        **setting,
+    )
+    driver.start("patient", prompt(70, 1), priority=1)
+    driver.step()
+    driver.start("urgent", prompt(24, 2), priority=0)
+    driver.run()

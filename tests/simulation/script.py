@@ -255,7 +255,8 @@ class Script:
             changes |= {"replay_window": 0} if is_old else {"v2_runner": True}
         if shape.priority:
             # A request that is preempted in the step that has scheduled it leaves blocks that vLLM
-            # finds and nothing has computed (vllm#57580): seldom, unless prompts come in parts.
+            # finds and nothing has computed (vllm#57580): seldom, unless prompts come in parts. A
+            # tier that is switched off, or has been reset since, leaves them to vLLM.
             changes |= {"long_prefill": 0}
         return self.varied(**changes)
 

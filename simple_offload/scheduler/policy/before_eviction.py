@@ -166,14 +166,17 @@ class BeforeEviction(StorePolicy):
         lost, hits = self._residency.drain_used()
         if lost:
             self._scan.on_used(lost)
-            if dropped := self._residency.on_lost(lost):
-                self._residency.count_dropped(dropped, self._scan.drop_reason)
+            self._on_lost(lost)
         for request_id, block_ids in hits.items():
             progress = self._progress.get(request_id)
             rule = progress.rule if progress is not None else StoreRule.ALL
             self._scan.on_used(block_ids)
             if block_ids and self._residency.on_hit(block_ids, rule) and progress is not None:
                 progress.num_ahead = 0
+
+    def _on_lost(self, block_ids: Sequence[int]) -> None:
+        if dropped := self._residency.on_lost(block_ids):
+            self._residency.count_dropped(dropped, self._scan.drop_reason)
 
     # Storing
 

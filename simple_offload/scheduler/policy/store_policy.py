@@ -127,11 +127,9 @@ class StorePolicy(ABC):
         self._batches = Batches(self._groups)
         self._owners = Owners(num_device_blocks)
         self._protections = Protections(self._tier)
+        self._by_priority = parts.vllm_config.scheduler_config.policy == "priority"
         self._reservations = QueueReservations(
-            self._tier,
-            self._groups,
-            self._device_pool,
-            by_priority=parts.vllm_config.scheduler_config.policy == "priority",
+            self._tier, self._groups, self._device_pool, by_priority=self._by_priority
         )
 
     # What vLLM and the ranks tell
@@ -223,6 +221,9 @@ class StorePolicy(ABC):
     def _follow_device(self) -> None:  # noqa: B027 - most models need no more
         """Note what vLLM has done with the device's blocks since the last step."""
 
+    def _on_lost(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - as above
+        """The device has lost the contents of these blocks, in this order."""
+
     @abstractmethod
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         """A request has completed blocks, parents before children in each group."""
@@ -275,11 +276,28 @@ class StorePolicy(ABC):
         self._reservations.on_step()
         self._protections.on_step()
         self._not_run.difference_update(scheduled.num_scheduled_tokens)
+        if self._by_priority and scheduled.preempted_req_ids:
+            self._evict_uncomputed(scheduled.preempted_req_ids)
         # First what the device has lost: a store must not evict it from the tier as a duplicate.
         self._follow_device()
         # Before this step's blocks count as computed.
         self._records.on_step()
         return self._pacer.on_step(scheduled.num_scheduled_tokens)
+
+    def _evict_uncomputed(self, preempted: Iterable[str]) -> None:
+        """Requests have been preempted. With priorities, one may have been scheduled before in the
+        same step: vLLM finds blocks of it that nothing computes (vllm#57580), and stores would
+        spread them. No request has hit them yet. Evict all of its blocks that are not recorded."""
+        for request_id in preempted:
+            if (progress := self._progress.get(request_id)) is None:
+                continue
+            for group in self._groups.ids:
+                hashes, first = progress.request.block_hashes, progress.num_recorded[group]
+                keys = self._groups.sub_block_keys(hashes, group, first, len(hashes))
+                blocks = block_pool.blocks_with(self._device_pool, keys)
+                lost = [block.block_id for block in reversed(blocks) if block.ref_cnt == 0]
+                self._device_pool.evict_blocks(set(lost))
+                self._on_lost(lost)  # tail first
 
     # Recording
 
