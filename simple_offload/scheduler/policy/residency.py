@@ -1,11 +1,10 @@
 """Residency: which device blocks have contents that the tier has too, or is to get."""
 
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from simple_offload import metrics
@@ -14,7 +13,6 @@ from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import PayloadsByKey, Run
 from simple_offload.transfer import Transfer, as_array
 
@@ -86,7 +84,6 @@ class Residency:
         """The device's prefix cache, by key."""
         self.safe: set[int] = set()
         """Device blocks that must stay safe, as long as the tier has their contents."""
-        self._covered = _Covered(self._tier, self._device_pool, self.safe)
         self._tier.on_removed(self._on_removed)
         block_pool.on_new_blocks(self._device_pool, self._on_new_blocks)
 
@@ -294,14 +291,16 @@ class Residency:
 
     def plan(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> Sequence[KVCacheBlock]:
         """Plan stores of ``chosen``: by key one block of each, as ``choose`` returns them, children
-        before parents. Stores parents first, as far as the tier has room without evicting a covered
-        block. Returns the device blocks of the planned stores, parents first."""
+        before parents. Stores parents first, as far as the tier has room without evicting what a
+        ``safe`` block holds too. Returns the device blocks of the planned stores, parents first."""
         keys, blocks = [*reversed(chosen)], [*reversed(chosen.values())]
         run = Run(blocks, keys)
         if self._wants_events:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in blocks]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in blocks]
-        stored = blocks[: len(self._stores.plan(run, self._covered, self._device_pool))]
+        may_leave = self._tier.first_out(len(keys))
+        covered = block_pool.ids_with_keys_of(may_leave, self._device_pool, self.safe)
+        stored = blocks[: len(self._stores.plan(run, covered, self._device_pool))]
         for block in stored:
             self._to_store.pop(block.block_id, None)
             self._host_at[block.block_id] = _COMING
@@ -345,19 +344,6 @@ class Residency:
                     block.block_hash_num_tokens,
                     request,
                 )
-
-
-class _Covered(Container[int]):
-    """Ids of host blocks that have the contents of ``safe`` device blocks. A set of them would
-    change with most steps, and eviction asks for few."""
-
-    def __init__(self, tier: CpuTier, device_pool: BlockPool, safe: Set[int]) -> None:
-        self._key_at = tier.key_at
-        self._device_pool, self._safe = device_pool, safe
-
-    def __contains__(self, block_id: Any) -> bool:
-        key = self._key_at(block_id)
-        return key is not None and block_pool.is_in(self._device_pool, key, self._safe)
 
 
 def _pop_all(

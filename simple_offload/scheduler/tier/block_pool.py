@@ -259,12 +259,18 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
     return found
 
 
-def is_in(pool: BlockPool, key: bytes, block_ids: Set[int]) -> bool:
-    """Whether one of these blocks holds ``key``."""
-    found = cached(pool).get(key)
-    if isinstance(found, dict):
-        return not block_ids.isdisjoint(found)
-    return found is not None and found.block_id in block_ids
+def ids_with_keys_of(
+    blocks: Sequence[KVCacheBlock], pool: BlockPool, block_ids: Set[int]
+) -> set[int]:
+    """Ids of those of ``blocks``, of another pool, whose key one of ``pool``'s ``block_ids``
+    holds."""
+    holders: Iterable[Any] = map(cached(pool).get, cast("Iterator[bytes]", keys_of(blocks)))
+    return {
+        block.block_id
+        for block, held in zip(blocks, holders, strict=True)
+        if held is not None
+        and not block_ids.isdisjoint(held if isinstance(held, dict) else (held.block_id,))
+    }
 
 
 def repeated(pool: BlockPool, keys: Iterable[Key]) -> set[Key]:

@@ -221,6 +221,10 @@ class CpuTier:
             self._on_lost(copy=len(duplicates), lru=len(others))
         return blocks
 
+    def first_out(self, count: int) -> list[KVCacheBlock]:
+        """The blocks of which ``allocate(count)`` may evict some."""
+        return self._order.first_out(count)
+
     def allocate_for(
         self, keys: Sequence[BlockHashWithGroupId], keep: Container[int]
     ) -> list[KVCacheBlock]:
@@ -357,10 +361,6 @@ class CpuTier:
     def on_device_reset(self) -> None:
         """The device has lost all its contents at once."""
         self._order.on_device_reset()
-
-    def key_at(self, block_id: int) -> BlockHashWithGroupId | None:
-        """The key of a block, if it has contents."""
-        return self._pool.blocks[block_id].block_hash
 
     def keys_at(self, block_ids: Iterable[int]) -> list[BlockHashWithGroupId]:
         """The keys of these blocks, as far as they have contents."""

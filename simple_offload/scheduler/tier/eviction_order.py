@@ -1,6 +1,7 @@
 """EvictionOrder: which free host block leaves the tier next."""
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +157,14 @@ class EvictionOrder:
             take(self._reserved, limit)
         self.num_evicted += len(lost[False])
         return blocks, lost[True], lost[False]
+
+    def first_out(self, limit: int) -> list[KVCacheBlock]:
+        """The blocks of which ``evict`` takes up to ``limit``, but for empty ones."""
+        if (limit := limit - self._empty.num_free_blocks) <= 0:
+            return []
+        self._settle()
+        queues = (self._duplicates, self._probation, self._protected, self._reserved)
+        return [block for queue in queues for block in islice(queue.iter_blocks_after(None), limit)]
 
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
