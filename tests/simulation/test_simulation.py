@@ -221,6 +221,12 @@ def test_a_second_world_finds_the_objects_of_the_first(is_faulty: bool) -> None:
     assert is_faulty or sum(num_fetched[1::2]) > sum(num_fetched[::2])
 
 
+def test_a_hit_after_a_preemption_is_no_answer_of_one_s_own() -> None:
+    """A request goes on behind its prompt, with contents that others have found too, and releases
+    its answer."""
+    play(12_500_050)
+
+
 def test_reports_name_tokens_of_the_second_tier() -> None:
     """The world checks each report (``World._note_report``)."""
     worlds = played(OBJECTS(Script.draw(seed)).varied(wishes=0.9) for seed in (505, 506))

@@ -181,9 +181,9 @@ class AtOnce(StorePolicy):
     ) -> None:
         """A request has computed contents with ``keys``, but for ``hits``. The tier neither has nor
         gets ``lacking`` ones."""
-        self._own(progress, group, keys, lacking)
         computed = set(keys) - hits
         new = lacking - hits
+        self._own(progress, group, keys, new)
         self._meter.add(metrics.SKIPPED, len(computed - lacking), "already_stored")
         self._follow_computed(computed, new)
         note = self._tier.history.note
