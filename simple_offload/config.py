@@ -215,8 +215,8 @@ class OffloadConfig(BaseModel):
 
     host_copies: Literal["auto", "one", "private"] = "auto"
     """Copies in host memory of KV that several tensor parallel ranks have alike, as with MLA.
-    "auto": one for the ranks of each NUMA node if every node has as many, "one": one for the ranks
-    of each machine, "private": one for each rank."""
+    "auto": one for the ranks of each NUMA node, or as "one" if a node has more ranks than another.
+    "one": one for the ranks of each machine. "private": one for each rank."""
 
     second_tier: SecondTierConfig | None = None
     """What lies behind host memory, survives restarts, and may be shared by servers: a "type" of

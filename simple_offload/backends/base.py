@@ -187,8 +187,8 @@ class CopyBackend(Protocol):
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
         """Submit the copy of ``transfer``'s blocks, to begin after ``barrier`` if there is one.
-        Returns None if the copy has already ended. Any exception is a failed transfer, of which no
-        byte moves any more.
+        Returns None if the copy has already ended. Any exception is a failed transfer: none of its
+        bytes moves any more.
 
         Called on a thread that has entered for ``direction``, or on the engine's; one call at a
         time per direction. Copies of a direction run one after another."""

@@ -601,7 +601,8 @@ def test_what_vllm_withdraws_from_a_step_is_found_nowhere(
     drive: MakeDriver, setting: dict[str, Any]
 ) -> None:
     """An urgent request takes the room of one that the same step has scheduled before: vLLM's
-    cache has blocks that nothing computes, and that request would hit them when it goes on."""
+    cache has blocks that nothing computes, and that request would hit them when it goes on. The
+    world checks every page that is read."""
     driver = drive(
         priority=True,
         long_prefill=8,

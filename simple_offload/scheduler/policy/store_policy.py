@@ -221,7 +221,7 @@ class StorePolicy(ABC):
     def _follow_device(self) -> None:  # noqa: B027 - most models need no more
         """Note what vLLM has done with the device's blocks since the last step."""
 
-    def _on_lost(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - as above
+    def _on_lost(self, block_ids: Sequence[int]) -> None:  # noqa: B027 - most models need no more
         """The device has lost the contents of these blocks, in this order."""
 
     @abstractmethod

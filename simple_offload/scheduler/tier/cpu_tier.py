@@ -222,7 +222,7 @@ class CpuTier:
         return blocks
 
     def first_out(self, count: int) -> list[KVCacheBlock]:
-        """The blocks of which ``allocate(count)`` may evict some."""
+        """The next blocks to leave: ``allocate(count)`` evicts no others."""
         return self._order.first_out(count)
 
     def allocate_for(

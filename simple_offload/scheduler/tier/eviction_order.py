@@ -159,7 +159,7 @@ class EvictionOrder:
         return blocks, lost[True], lost[False]
 
     def first_out(self, limit: int) -> list[KVCacheBlock]:
-        """The blocks of which ``evict`` takes up to ``limit``, but for empty ones."""
+        """The next blocks with contents of each queue: ``evict(limit, ...)`` evicts no others."""
         if (limit := limit - self._empty.num_free_blocks) <= 0:
             return []
         self._settle()
