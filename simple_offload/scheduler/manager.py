@@ -1,7 +1,7 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -11,6 +11,7 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.miss_reason import MissReason
 from simple_offload.scheduler.gate import is_prefilled_elsewhere
+from simple_offload.scheduler.policy.store_policy import Progress
 from simple_offload.scheduler.prompt_records import report
 from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier import block_pool
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
+
+
+class _Allocation(NamedTuple):
+    """Device blocks that vLLM has given to a request."""
+
+    request: "Request"
+    num_on_device: int
+    """Tokens that the device had."""
+    num_loaded: int
+    """Tokens after them that the tier loads."""
+    is_new: bool
+    """Or the request got its blocks before, for a load that has ended since."""
 
 
 class OffloadScheduler:
@@ -46,6 +59,8 @@ class OffloadScheduler:
         self._events, self._second_tier = setup.events, setup.second_tier
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
+        self._allocated: dict[str, _Allocation] = {}
+        """By request, since the last step."""
         self._wishes = Wishbook(allow_reports=config.allow_reports)
 
     # Before the first request
@@ -89,40 +104,35 @@ class OffloadScheduler:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load of an accepted hit into the request's new device blocks."""
-        # A request comes here again when its load has ended, with the blocks that it got before.
-        starts = num_external_tokens > 0 or request.num_computed_tokens == 0
-        num_on_device = self._num_on_device.pop(request.request_id, 0)
-        if starts and not self._gate.is_closed:
-            wishes = self._wishes.of(request)
-            self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
-        self._records.on_allocated(
-            request,
-            num_external_tokens,
-            self._second_tier.num_fetched_tokens(
-                request.request_id, num_on_device + num_external_tokens
-            ),
-            is_asked=self._gate.asks_caches(request),
+        """Plan the load of an accepted hit into the request's new device blocks. The policy and
+        the records hear of them with the step."""
+        request_id = request.request_id
+        num_on_device = self._num_on_device.pop(request_id, 0)
+        # A request comes here again when its load has ended.
+        is_new = num_external_tokens > 0 or request.num_computed_tokens == 0
+        self._allocated[request_id] = _Allocation(
+            request, num_on_device, num_external_tokens, is_new
         )
-        self._gate.on_allocated(request.request_id)
+        self._gate.on_allocated(request_id)
         if num_external_tokens > 0:
             self._free_unread(request, num_on_device + num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
             self._parked.add(request)
         else:
-            self._loads.unpin_hit(request.request_id)
-            self._parked.remove(request.request_id)
+            self._loads.unpin_hit(request_id)
+            self._parked.remove(request_id)
 
     def hit_sources(self, request: "Request", num_tokens: int) -> dict[str, int]:
         """Of the ``num_tokens`` tokens that a request with new blocks loads: by source, "host" or
         "second_tier", how many."""
-        record = self._records.get(request.request_id)
-        num_fetched = min(record.second_tier, num_tokens) if record is not None else 0
+        num_fetched = self._num_fetched(self._allocated[request.request_id])
         return {"host": num_tokens - num_fetched, "second_tier": num_fetched}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
         self._loads.on_step(scheduler_output.num_scheduled_tokens)
+        if self._allocated:
+            self._on_allocated()
         self._policy.on_step(scheduler_output)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroed = scheduler_output.new_block_ids_to_zero or ()
@@ -277,6 +287,27 @@ class OffloadScheduler:
         self._second_tier.shutdown()
 
     # Details
+
+    def _on_allocated(self) -> None:
+        """Tell the policy and the records which requests have got blocks since the last step."""
+        allocated, self._allocated = self._allocated, {}
+        for each in allocated.values():
+            request, num_on_device, num_loaded, is_new = each
+            if is_new and not self._gate.is_closed:
+                wishes = self._wishes.of(request)
+                self._policy.on_allocated(Progress(request, num_on_device, num_loaded, wishes))
+            self._records.on_allocated(
+                request,
+                num_loaded,
+                self._num_fetched(each),
+                is_asked=self._gate.asks_caches(request),
+            )
+
+    def _num_fetched(self, allocation: _Allocation) -> int:
+        """How many of the tokens that are loaded the second tier had."""
+        request, num_on_device, num_loaded, _ = allocation
+        num_tokens = num_on_device + num_loaded
+        return min(self._second_tier.num_fetched_tokens(request.request_id, num_tokens), num_loaded)
 
     def _free_unread(self, request: "Request", num_tokens: int) -> None:
         """Free those of the request's new device blocks that attention will not read.

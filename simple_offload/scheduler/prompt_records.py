@@ -130,7 +130,6 @@ class PromptRecords:
                 self._count(record)
             return
         vllm_stats = request.prefill_stats  # until its first token, which needs blocks
-        num_fetched = min(num_fetched, num_loaded)
         self._by_request[request_id] = record = PromptRecord(
             request.num_prompt_tokens,
             vllm_stats.num_local_cached_tokens if vllm_stats is not None else 0,

@@ -56,6 +56,9 @@ class Attribution:
         """Requests that miss what a cache has had, as if it were new, or the other way round. One
         that is preempted, or aborted, leaves blocks that the policy has not recorded. And contents
         may come and go within a step."""
+        self._sources: dict[str, tuple[int, int]] = {}
+        """By request, the tokens that it loads from the host tier and the second tier, as vLLM's
+        metrics have got them in the step that is being scheduled."""
         records = integrity.records_of(scheduler)
         watch(scheduler, "update_state_after_alloc", self._watch_allocation)
         watch(records, "on_lost", self._watch_lost)
@@ -64,6 +67,11 @@ class Attribution:
     def end_step(self) -> None:
         """A step has been scheduled."""
         scheduler = self._scheduler
+        for request_id, sources in self._sources.items():
+            record = integrity.records_of(scheduler).get(request_id)
+            assert record is not None
+            assert sources == (record.host, record.second_tier), f"{sources}, {record}"
+        self._sources.clear()
         for pool in (integrity.device_pool_of(scheduler), integrity.pool_of(scheduler.tier)):
             self._ever.update(map(get_block_hash, pool.cached_block_hash_to_block._cache))
 
@@ -87,11 +95,8 @@ class Attribution:
         allocated(request, blocks, num_loaded)
         if is_first and num_loaded and vllm_version() >= (0, 32):  # before, hits had no sources
             hits = self._connector.get_external_cache_hit_sources(request, num_loaded)
-            record = integrity.records_of(self._scheduler).get(request.request_id)
-            assert record is not None
             found = {source.value: count for source, count in hits.items()}
-            sources = found.get("host", 0), found.get("disk", 0)
-            assert sources == (record.host, record.second_tier), f"{found}, {record}"
+            self._sources[request.request_id] = found.get("host", 0), found.get("disk", 0)
 
     def _was_there(self, request: Any, num_found: int) -> bool | None:
         groups = self._scheduler.groups

@@ -180,14 +180,14 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     check_scheduler(scheduler)
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
-    maps = {"_progress", "_begun", "_waiting", "_behind", "_unlucky", "_arrived"}
+    maps = {"_progress", "_begun", "_allocated", "_waiting", "_behind", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_not_run", "_released", "_hits", "_requests", "_num_blocks"}
     maps |= {"_ready", "_by_request", "_refused", "_later", "_keys", "_served"}
     owners: list[Any] = [policy, loads, scheduler, scheduler._parked]
     owners += [scheduler._wishes, policy._reservations, scheduler._records]
     if isinstance(policy, BeforeEviction):
         owners.append(policy._residency)
-        maps |= {"_allocated", "_num_withheld"}
+        maps |= {"_num_withheld"}
     num_protected = len({k for p in policy._protections._by_session.values() for k in p.keys})
     assert scheduler.tier.num_reserved == num_protected, "contents are reserved at rest"
     if (second_tier := second_tier_of(scheduler)) is not None:

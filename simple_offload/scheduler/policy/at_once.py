@@ -67,14 +67,14 @@ class AtOnce(StorePolicy):
             request.shared_prefix_boundary = 0
         return False
 
+    def on_allocated(self, progress: Progress) -> None:
+        super().on_allocated(progress)
+        progress.left_before = self._boundaries.hit(progress.request, progress.num_found_tokens)
+
     def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
         self._record_states(_boundary_states(scheduled))
         self._record_due(due)
-
-    def _begin(self, progress: Progress) -> None:
-        super()._begin(progress)
-        progress.left_before = self._boundaries.hit(progress.request, progress.num_found_tokens)
 
     def on_store_ended(
         self, blocks: Sequence[KVCacheBlock], _transfer: Transfer | None, /, *, ok: bool

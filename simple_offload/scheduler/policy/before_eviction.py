@@ -15,7 +15,6 @@ from simple_offload.scheduler.policy.store_policy import (
     Progress,
     StorePolicy,
 )
-from simple_offload.scheduler.wishes import Wishes
 from simple_offload.transfer import Transfer
 
 MAX_WITHHELD = 8
@@ -87,16 +86,13 @@ class BeforeEviction(StorePolicy):
         self._num_withheld[request.request_id] = num_times + 1
         return True
 
-    def on_allocated(
-        self,
-        request: Request,
-        num_hit_tokens: int,
-        num_loaded_tokens: int,
-        wishes: Wishes,
-    ) -> None:
-        super().on_allocated(request, num_hit_tokens, num_loaded_tokens, wishes)
-        # Later requests of this step may change who uses these blocks.
-        self._residency.on_allocated(request.request_id, num_hit_tokens)
+    def on_allocated(self, progress: Progress) -> None:
+        super().on_allocated(progress)
+        request_id = progress.request.request_id
+        self._residency.on_allocated(request_id, progress.num_hit_tokens)
+        self._behind.pop(request_id, None)
+        (group,) = self._groups.ids
+        progress.num_ahead = progress.num_recorded[group]
 
     def on_step(self, scheduled: SchedulerOutput) -> None:
         due = self._on_scheduled(scheduled)
@@ -133,13 +129,7 @@ class BeforeEviction(StorePolicy):
         self._behind.clear()
         self._residency.clear()
 
-    # Requests
-
-    def _begin(self, progress: Progress) -> None:
-        super()._begin(progress)
-        self._behind.pop(progress.request.request_id, None)
-        (group,) = self._groups.ids
-        progress.num_ahead = progress.num_recorded[group]
+    # Recording
 
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         for group, _, blocks, keys in completed:

@@ -118,8 +118,6 @@ class StorePolicy(ABC):
             parts.config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks)
         )
         self._reuse = Reuse(self._tier)
-        self._begun: list[Progress] = []
-        """Requests that have got blocks since the last step."""
         self._progress: dict[str, Progress] = {}
         self._not_run: set[str] = set()
         """Requests that no step has run since they got their first blocks."""
@@ -150,17 +148,31 @@ class StorePolicy(ABC):
         those for the tokens that a step computes after the first ``num_computed_tokens``.
         Returns whether blocks are withheld from it."""
 
-    def on_allocated(
-        self,
-        request: "Request",
-        num_hit_tokens: int,
-        num_loaded_tokens: int,
-        wishes: Wishes,
-    ) -> None:
-        """``request`` has (new) device blocks. The device had its first ``num_hit_tokens`` tokens,
-        and the tier loads ``num_loaded_tokens`` after them. If it loads none, another connector
-        (MultiConnector) may fill blocks until the request runs."""
-        self._begun.append(Progress(request, num_hit_tokens, num_loaded_tokens, wishes))
+    def on_allocated(self, progress: Progress) -> None:
+        """A request has got (new) device blocks in the step that is being scheduled. If the tier
+        loads nothing, another connector (MultiConnector) may fill blocks until the request
+        runs."""
+        request, wishes = progress.request, progress.wishes
+        request_id, num_tokens = request.request_id, progress.num_found_tokens
+        self._reuse.on_request(request.block_hashes)
+        self._reservations.on_allocated(request)
+        self._leave_queue(request_id)
+        if wishes.store:
+            stores = self._reuse.admits_next() or wishes.protect > 0
+            progress.rule = StoreRule.ALL if stores else StoreRule.HITS
+        num_known = 0 if self._records_hits else num_tokens
+        progress.num_recorded = [num_known // size for size in self._groups.block_sizes]
+        self._progress[request_id] = progress
+        for group in self._groups.ids if len(self._owners) else ():
+            stop = num_tokens // self._groups.block_sizes[group]
+            self._owners.share(
+                progress.session, self._groups.keys(request.block_hashes, group, 0, stop)
+            )
+        if progress.may_release:
+            self._claim_prompt(progress, num_tokens)
+        self._count(progress)
+        self._not_run.add(request_id)
+        self._pacer.add(request_id)
 
     @abstractmethod
     def on_step(self, scheduled: "SchedulerOutput") -> None:
@@ -243,36 +255,9 @@ class StorePolicy(ABC):
 
     # Requests
 
-    def _begin(self, progress: Progress) -> None:
-        """A request has got blocks in the step that is being scheduled."""
-        request, wishes = progress.request, progress.wishes
-        request_id, num_tokens = request.request_id, progress.num_found_tokens
-        self._reuse.on_request(request.block_hashes)
-        self._reservations.on_allocated(request)
-        self._leave_queue(request_id)
-        if wishes.store:
-            stores = self._reuse.admits_next() or wishes.protect > 0
-            progress.rule = StoreRule.ALL if stores else StoreRule.HITS
-        num_known = 0 if self._records_hits else num_tokens
-        progress.num_recorded = [num_known // size for size in self._groups.block_sizes]
-        self._progress[request_id] = progress
-        for group in self._groups.ids if len(self._owners) else ():
-            stop = num_tokens // self._groups.block_sizes[group]
-            self._owners.share(
-                progress.session, self._groups.keys(request.block_hashes, group, 0, stop)
-            )
-        if progress.may_release:
-            self._claim_prompt(progress, num_tokens)
-        self._count(progress)
-        self._not_run.add(request_id)
-        self._pacer.add(request_id)
-
     def _on_scheduled(self, scheduled: "SchedulerOutput") -> list[str]:
-        """Note which requests have begun, and run, and what the device has lost. Returns the
-        requests that are due."""
-        begun, self._begun = self._begun, []
-        for each in begun:
-            self._begin(each)
+        """Note which requests run, and what the device has lost. Returns the requests that are
+        due."""
         self._reservations.on_step()
         self._protections.on_step()
         self._not_run.difference_update(scheduled.num_scheduled_tokens)

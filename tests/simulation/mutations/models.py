@@ -91,7 +91,7 @@ count_rejected_drafts_as_computed = (
         engine(windows=(0,), num_drafted=3, first_seed=21),
     )
     .also(
-        StorePolicy._begin,
+        StorePolicy.on_allocated,
         "",
         "progress.request.num_sent = confirmed_tokens(progress.request)",
     )

@@ -11,7 +11,7 @@ from tests.simulation.mutations.situations import WISHES, WISHES_IN_A_SMALL_TIER
 
 # What is kept out
 
-store_what_is_kept_out = mutation(StorePolicy._begin, "if wishes.store:", "if True:", WISHES)
+store_what_is_kept_out = mutation(StorePolicy.on_allocated, "if wishes.store:", "if True:", WISHES)
 store_what_requests_hit_that_want_nothing_stored = mutation(
     Residency.on_hit, "if rule is StoreRule.NONE:", "if False:", WISHES.beginning_with(27)
 )
