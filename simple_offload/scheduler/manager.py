@@ -130,6 +130,8 @@ class OffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
+        # vLLM may be paused, and make this step for these alone.
+        has_reason = self.has_pending_work() or bool(scheduler_output.finished_req_ids)
         self._loads.on_step(scheduler_output.num_scheduled_tokens)
         if self._allocated:
             self._on_allocated()
@@ -143,8 +145,7 @@ class OffloadScheduler:
         step = self._second_tier.on_step(num_tokens)
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
-        stands_still = self._parked.on_step(computes=computes)
-        if stands_still and self._stores.idle and self._loads.idle:
+        if self._parked.on_step(goes_on=computes or has_reason) and self._stores.idle:
             self._gate.on_standstill()
         self._gate.on_step()
         return StepMetadata(

@@ -94,10 +94,11 @@ class Parked:
             self._num_needed -= self._num_blocks.pop(request_id)
             self._ready.discard(request_id)
 
-    def on_step(self, *, computes: bool) -> bool:
-        """vLLM has scheduled a step. ``computes``: for some request. Returns whether vLLM stands
-        still: it goes on without parked requests, and no earlier step is under way any more."""
-        waits = not computes and len(self._ready) == len(self._requests)
+    def on_step(self, *, goes_on: bool) -> bool:
+        """vLLM has scheduled a step. ``goes_on``: for a request that runs or has ended, or for work
+        that is pending. Returns whether vLLM stands still: it goes on without parked requests, and
+        no earlier step is under way any more."""
+        waits = not goes_on and len(self._ready) == len(self._requests)
         self._num_idle_steps = self._num_idle_steps + 1 if waits else 0
         return self._num_idle_steps > self._max_steps
 

@@ -4,6 +4,7 @@ Without ``Parked`` each of these scenes stands still for some size of the device
 pinned vLLM, all on vLLM 0.30, where they run too (tests/vllm_versions).
 """
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,45 @@ def test_a_pause_is_no_standstill(drive: MakeDriver) -> None:
     assert not driver.world.connector.has_pending_block_frees()
     driver.step(8)
     driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 16
+
+
+def test_aborts_during_a_pause_are_no_standstill(drive: MakeDriver) -> None:
+    """vLLM makes a step without tokens for each."""
+    driver = driver_with(drive, 1, num_device_blocks=60)
+    park(driver, "parked")
+    waiting = [driver.start(f"waits {n}", prompt(LARGE, 9 + n)) for n in range(8)]
+    driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for request in waiting:
+        driver.world.abort(request.request_id)
+        driver.step()
+    driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 16
+
+
+def test_a_fetch_during_a_pause_is_no_standstill(drive: MakeDriver) -> None:
+    """vLLM makes steps without tokens until it has ended."""
+    driver = driver_with(drive, 1, num_device_blocks=60, second_tier=True)
+    disk = driver.world.disk
+    disk.finish()
+    driver.tier.reset()
+    driver.serve("second", prompt(20, 1))
+    driver.empty_device_cache()
+    for family, name in enumerate(["fetches", "parked"]):
+        driver.start(name, prompt(20, family))
+    driver.step()
+    assert disk.tier is not None
+    disk.tier.answer(random.Random(0), 1.0)
+    driver.step()
+    driver.copy_all()
+    driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(4):
+        assert driver.world.has_work
+        driver.step()
+    driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    disk.finish()
     driver.run()
     assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 16
 
