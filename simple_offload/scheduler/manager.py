@@ -198,6 +198,7 @@ class OffloadScheduler:
         have references to the blocks that they need; until vLLM knows of a load, it keeps them.
         Returns whether vLLM should keep the blocks, and what the reply says."""
         self._num_on_device.pop(request.request_id, None)
+        self._allocated.pop(request.request_id, None)
         self._parked.remove(request.request_id)
         self._gate.on_request_finished(request.request_id)
         self._second_tier.on_request_finished(request.request_id)

@@ -185,6 +185,22 @@ def test_reports_of_unknown_transfers_are_logged_and_ignored(
     assert driver.found(prompt(17)) == 16
 
 
+def test_a_request_may_get_blocks_and_end_between_two_steps(drive: MakeDriver) -> None:
+    """The load balancer of vllm-ascend (DyntraLB) gives blocks before vLLM schedules. Then aborts
+    may come."""
+    driver = drive()
+    kv_cache_manager = driver.world.scheduler.kv_cache_manager
+    request = make_request("early", prompt(9))
+    driver.scheduler.get_num_new_matched_tokens(request, 0)
+    kv_cache_manager.allocate_slots(request, 9, delay_cache_blocks=True)
+    blocks = kv_cache_manager.get_blocks("early")
+    # Not by the world, which takes this for a part of a step.
+    OffloadScheduler.update_state_after_alloc(driver.scheduler, request, blocks, 0)
+    driver.scheduler.request_finished(request)
+    kv_cache_manager.free(request)
+    driver.serve("next", prompt(9))
+
+
 # Where a hit may start
 
 
