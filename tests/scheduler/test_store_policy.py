@@ -596,13 +596,14 @@ def test_a_stream_of_new_prompts_is_stored_once(drive: MakeDriver, lazy: bool | 
     assert driver.num_stored - before == 40 * 5
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("setting", [{}, {"lazy": False}, {"num_sub_blocks": 2}], ids=str)
 def test_what_vllm_withdraws_from_a_step_is_found_nowhere(
-    drive: MakeDriver, setting: dict[str, Any]
+    drive: MakeDriver, setting: dict[str, Any], resets: bool
 ) -> None:
     """An urgent request takes the room of one that the same step has scheduled before: vLLM's
     cache has blocks that nothing computes, and that request would hit them when it goes on. The
-    world checks every page that is read."""
+    tier may have been reset meanwhile. The world checks every page that is read."""
     driver = drive(
         priority=True,
         long_prefill=8,
@@ -615,4 +616,7 @@ def test_what_vllm_withdraws_from_a_step_is_found_nowhere(
     driver.start("patient", prompt(70, 1), priority=1)
     driver.step()
     driver.start("urgent", prompt(24, 2), priority=0)
+    if resets:
+        driver.step()
+        driver.world.reset(tier=True)
     driver.run()

@@ -182,7 +182,7 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_begun", "_allocated", "_waiting", "_behind", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_not_run", "_released", "_hits", "_requests", "_num_blocks"}
-    maps |= {"_ready", "_by_request", "_refused", "_later", "_keys", "_served"}
+    maps |= {"_ready", "_before_reset", "_by_request", "_refused", "_later", "_keys", "_served"}
     owners: list[Any] = [policy, loads, scheduler, scheduler._parked]
     owners += [scheduler._wishes, policy._reservations, scheduler._records]
     if isinstance(policy, BeforeEviction):

@@ -256,7 +256,7 @@ class Script:
         if shape.priority:
             # A request that is preempted in the step that has scheduled it leaves blocks that vLLM
             # finds and nothing has computed (vllm#57580): seldom, unless prompts come in parts. A
-            # tier that is switched off, or has been reset since, leaves them to vLLM.
+            # tier that is switched off leaves them to vLLM.
             changes |= {"long_prefill": 0}
         return self.varied(**changes)
 

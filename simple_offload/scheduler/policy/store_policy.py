@@ -119,6 +119,8 @@ class StorePolicy(ABC):
         )
         self._reuse = Reuse(self._tier)
         self._progress: dict[str, Progress] = {}
+        self._before_reset: dict[str, Progress] = {}
+        """Of requests that go on after a reset. They are not stored."""
         self._not_run: set[str] = set()
         """Requests that no step has run since they got their first blocks."""
         self._pacer = Pacer()
@@ -184,6 +186,7 @@ class StorePolicy(ABC):
         still waiting for a load."""
         request_id = request.request_id
         self._leave_queue(request_id)
+        self._before_reset.pop(request_id, None)
         progress = self._progress.pop(request_id, None)
         has_run = request_id not in self._not_run
         self._not_run.discard(request_id)
@@ -224,6 +227,7 @@ class StorePolicy(ABC):
 
     def on_reset(self) -> None:
         """Contents of the device's blocks must not be stored any more."""
+        self._before_reset |= self._progress
         self._progress.clear()  # those that wait for a load will still get blocks
         self._pacer.clear()
         self._protections.clear()
@@ -274,7 +278,8 @@ class StorePolicy(ABC):
         same step: vLLM finds blocks of it that nothing computes (vllm#57580), and stores would
         spread them. No request has hit them yet. Evict all of its blocks that are not recorded."""
         for request_id in preempted:
-            if (progress := self._progress.get(request_id)) is None:
+            progress = self._progress.get(request_id) or self._before_reset.get(request_id)
+            if progress is None:
                 continue
             for group in self._groups.ids:
                 hashes, first = progress.request.block_hashes, progress.num_recorded[group]
