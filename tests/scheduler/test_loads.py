@@ -10,8 +10,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, Driver, make_request, prompt, record_steps
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get
+from tests.simulation.integrity import loads_of, num_in_flight
 
 
 def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
@@ -240,4 +241,40 @@ def test_host_blocks_are_free_when_a_preempted_request_has_loaded_them_again(
     driver.step()
     assert len(driver.pending(LOAD)) == 1
     assert max(block.ref_cnt for block in driver.host_pool.blocks[1:]) == 1
+    driver.run()
+
+
+@pytest.mark.proves("I2")
+def test_host_blocks_are_free_when_a_preempted_request_has_loaded_more_of_them(
+    drive: MakeDriver,
+) -> None:
+    """A store has brought more of its prefix into the tier, and the device has lost that. The first
+    load ends after the second one has begun."""
+    shape = {"async_scheduling": True, "num_device_blocks": 60, "max_num_batched_tokens": 8}
+    driver = stored(drive, lazy=False, **shape)
+    vllm, device = driver.world.scheduler, driver.device_pool
+    tokens = [*prompt(17)[:16], *prompt(24, family=5)]
+    driver.start("other", tokens)
+    driver.step()
+    while driver.pending(LOAD):
+        driver.copy(LOAD)
+    driver.step_until(lambda: "other" in driver.world.finished)
+    device.evict_blocks({block.block_id for block in device.blocks if block.ref_cnt == 0})
+    request = driver.start("a", tokens)
+    driver.step()
+    while driver.pending(STORE):
+        driver.copy(STORE)
+    driver.announce(LOAD)
+    driver.step_until(lambda: request.status is RequestStatus.RUNNING)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache even when"):
+        driver.world.reset(tier=False, preempt=True)  # the load holds its blocks
+    device.evict_blocks({block.block_id for block in device.blocks if block.ref_cnt == 0})
+    driver.step()
+    assert num_in_flight(loads_of(driver.scheduler)) == 2
+    vllm.set_pause_state(PauseState.PAUSED_ALL)
+    while driver.scheduler.has_pending_work():
+        driver.step()
+        driver.copy_all()
+    assert driver.num_held[1] == 4 + 3
+    vllm.set_pause_state(PauseState.UNPAUSED)
     driver.run()
