@@ -265,8 +265,9 @@ class SecondTier(SecondTierHooks):
             has_failed = any(source.has_failed for source in fetch.sources)
             self._end_wait(request_id, "miss" if has_failed else fetch.result)
             return False
-        # Without a limit, too, no request waits for ever for answers.
+        # Without a limit, too, no request waits for ever.
         is_hung = fetch.is_asking and self._now() - fetch.began >= _HUNG_SECONDS
+        is_hung |= any(self._is_hung(source.reads[0]) for source in fetch.sources if source.reads)
         if is_hung or self.clock() >= fetch.limit:
             if fetch.is_asking:  # the answers take so long, or never come
                 self.speeds.on_answered(self._now() - fetch.began)
@@ -583,11 +584,13 @@ class SecondTier(SecondTierHooks):
             self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
             return
         # Where others end and one read does not, no later request waits for its objects.
-        hung = takewhile(lambda read: now - read.began >= _HUNG_SECONDS, self._reading.values())
-        for read in hung:
+        for read in takewhile(self._is_hung, self._reading.values()):
             for key, name in zip(read.keys, read.names, strict=True):
                 self._coming.pop(key, None)
                 self._failed[name] = self.clock()
+
+    def _is_hung(self, read: _Read) -> bool:
+        return self._stepped() - read.began >= _HUNG_SECONDS
 
     def _switch_off(self, reason: str) -> None:
         """For a while. Reads and writes under way go on."""

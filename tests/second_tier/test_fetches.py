@@ -678,11 +678,18 @@ def test_a_tier_whose_helper_does_not_answer_is_switched_off(
     assert server.num_pinned == 0
 
 
-def test_no_later_request_waits_for_one_read_that_hangs(server: Server, clock: Clock) -> None:
-    """Other reads go on, and so does the tier."""
+@pytest.mark.parametrize("always", [False, True])
+def test_no_request_waits_for_ever_for_one_read_that_hangs(
+    serve: MakeServer, disk: ScriptedDisk, clock: Clock, always: bool
+) -> None:
+    """Even if it is told to wait. Other reads go on, and so does the tier."""
+    server = serve(disk=disk, always=always)
+    server.put_behind("abcdef")
     server.put_behind("xyz")
-    begin(server)
-    for _ in range(61):
+    first = begin(server)
+    for second in range(61):
+        if second == 59:
+            assert server.ask(first) == always
         other = begin(server, "xyz")
         end(server, 1)
         clock.now += 1
@@ -690,6 +697,7 @@ def test_no_later_request_waits_for_one_read_that_hangs(server: Server, clock: C
         server.empty()
     later = server.request("abcdef")
     assert not server.ask(later)
+    assert not server.ask(first)
     assert is_on(server)
     server.finish(later)
     server.behind.drain_jobs()
