@@ -75,8 +75,8 @@ class PromptRecord:
 
 
 class PromptRecords:
-    """One record a request, from the blocks that it gets first to its end. Metrics, replies and
-    vLLM's hit sources read it, and nothing else counts hits.
+    """One record a request, from the blocks that it gets first to its end. Metrics and replies
+    read it, and nothing else counts hits.
 
     A prompt is counted once: when its request runs or ends. A preempted request keeps its record.
     """
@@ -177,10 +177,6 @@ class PromptRecords:
                 record.missed.setdefault(MissReason.NOT_ASKED, 0)
                 record.missed[MissReason.NOT_ASKED] += num_more
         return record
-
-    def get(self, request_id: str) -> PromptRecord | None:
-        """The record of a request that has had blocks, and has not ended."""
-        return self._by_request.get(request_id)
 
     # Details
 

@@ -39,7 +39,7 @@ class SecondTierHooks:
 
     def num_fetched_tokens(self, request_id: str, num_tokens: int, /) -> int:
         """How many of a request's first ``num_tokens`` tokens device and tier have got by the fetch
-        that it waited for."""
+        that it waited for. Also those that another request has stored meanwhile: seldom."""
         return 0
 
     def on_request_finished(self, request_id: str, /) -> None:

@@ -68,7 +68,7 @@ class Attribution:
         """A step has been scheduled."""
         scheduler = self._scheduler
         for request_id, sources in self._sources.items():
-            record = integrity.records_of(scheduler).get(request_id)
+            record = integrity.record_of(scheduler, request_id)
             assert record is not None
             assert sources == (record.host, record.second_tier), f"{sources}, {record}"
         self._sources.clear()
@@ -110,7 +110,7 @@ class Attribution:
         return any(each in self._ever for each in missing) if missing and is_known else None
 
     def _watch_lost(self, on_lost: Any, request_id: str, reason: MissReason) -> None:
-        record = integrity.records_of(self._scheduler).get(request_id)
+        record = integrity.record_of(self._scheduler, request_id)
         if record is not None and not record.is_counted:
             self._lost.add(request_id)
         on_lost(request_id, reason)

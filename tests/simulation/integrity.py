@@ -21,7 +21,7 @@ from simple_offload.scheduler.policy.boundaries import Boundaries
 from simple_offload.scheduler.policy.protections import PROTECTIONS_SHARE
 from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.policy.reuse import Reuse
-from simple_offload.scheduler.prompt_records import PromptRecords
+from simple_offload.scheduler.prompt_records import PromptRecord, PromptRecords
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction_order import (
@@ -217,6 +217,11 @@ def check_second_tier(second_tier: SecondTier) -> None:
 def records_of(scheduler: OffloadScheduler) -> PromptRecords:
     """Where the prompts of requests came from."""
     return scheduler._records
+
+
+def record_of(scheduler: OffloadScheduler, request_id: str) -> PromptRecord | None:
+    """The record of a request that has had blocks, and has not ended."""
+    return scheduler._records._by_request.get(request_id)
 
 
 def residency_of(scheduler: OffloadScheduler) -> Residency | None:
