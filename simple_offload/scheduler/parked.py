@@ -25,12 +25,12 @@ class Parked:
        never parked again. Nor is the request that vLLM refuses a load at that moment
        (``Gate.on_standstill``).
 
-    Proof. Assume that vLLM schedules nothing, and that no step and no copy is under way. Then all
-    parked requests are ready, and give their blocks back (2). From then on only requests have
-    blocks that would have them without a host tier: those that run, streaming-input sessions, and
-    those of another connector. The first request that lacks blocks is offered no load. So vLLM goes
-    on, unless it would stand still without a tier too. Each request gives back, or is refused a
-    load, once.
+    Proof. Assume that vLLM schedules nothing, and that no step and no copy is under way. Nothing
+    else is pending either: the second tier says so for some seconds only. Then all parked requests
+    are ready, and give their blocks back (2). From then on only requests have blocks that would
+    have them without a host tier: those that run, streaming-input sessions, and those of another
+    connector. The first request that lacks blocks is offered no load. So vLLM goes on, unless it
+    would stand still without a tier too. Each request gives back, or is refused a load, once.
 
     The first rule makes the second one rare. Among parked requests alone, none lacks a block.
     """
