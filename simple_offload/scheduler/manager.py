@@ -130,8 +130,10 @@ class OffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
-        # vLLM may be paused, and make this step for these alone.
-        has_reason = self.has_pending_work() or bool(scheduler_output.finished_req_ids)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        computes = num_tokens > 0
+        # vLLM may be paused, and make this step for an ended request or for pending work alone.
+        goes_on = computes or bool(scheduler_output.finished_req_ids) or self.has_pending_work()
         self._loads.on_step(scheduler_output.num_scheduled_tokens)
         if self._allocated:
             self._on_allocated()
@@ -141,11 +143,9 @@ class OffloadScheduler:
         loads = self._loads.submit(
             lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
-        num_tokens = scheduler_output.total_num_scheduled_tokens
         step = self._second_tier.on_step(num_tokens)
-        computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
-        if self._parked.on_step(goes_on=computes or has_reason) and self._stores.idle:
+        if self._parked.on_step(goes_on=goes_on) and self._stores.idle:
             self._gate.on_standstill()
         self._gate.on_step()
         return StepMetadata(
