@@ -5,7 +5,6 @@ import os
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,26 +39,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise CannotStart(f"No CUDA device (torch {torch.__version__} sees none).")
     prepare_output(arguments.output, NUMBERS)
-    results = Results(plan=changed(Plan(), arguments), machine=_facts())
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "driver": gpu("driver_version"),
+        "cuda": str(torch.version.cuda),
+    }
+    results = Results(plan=changed(Plan(), arguments), machine=facts | machine())
     try:
         return run_race("copy_bench", results, arguments.output, partial(bench.run, results))
     except ImportError as error:
         raise CannotStart(f"{error} (the extra 'cuda' brings it)") from None
-    except MemoryError as error:
-        raise RunFailed(str(error)) from None
-    except RuntimeError as error:  # of the device: the stack shows which call queued it
-        traceback.print_exc()
+    except (MemoryError, RuntimeError) as error:
+        traceback.print_exc()  # of the device's errors, the stack shows which call queued it
         raise RunFailed(f"{type(error).__name__}: {error}") from None
-
-
-def _facts() -> dict[str, Any]:
-    """Of the machine."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "driver": gpu("driver_version"),
-        "cuda": str(torch.version.cuda),
-        **machine(),
-    }
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """Copies on a CUDA device: every contender at every size, each way."""
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from statistics import median
 
 import torch
 
 from examples.bench.race import Race
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import BackendContender, Contender, ContiguousCopy, PlainTorch
-from examples.copy_bench.measure import measure
-from examples.copy_bench.plan import Job, make_job, size_text
-from examples.copy_bench.results import PEAK, Results, Row
+from examples.copy_bench.plan import WAYS, Job, make_job, size_text
+from examples.copy_bench.results import PEAK, Cell, Results, Row
+from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
+from simple_offload.transfer import Transfer
 
-Work = Sequence[tuple[Row, Job]]
-"""Of one block size, in each way."""
 PATHS: tuple[CopyPath, ...] = ("dma", "kernel", "auto")
 
 
@@ -26,50 +28,76 @@ def run(results: Results, on_step: Callable[[str], None]) -> None:
 
     A contender that fails is not measured any further; the others are.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    plan, device = results.plan, torch.device("cuda", torch.cuda.current_device())
+    ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
+    race = Race[Contender]([PlainTorch(), *ours], results, on_step)
+
+    def measure_all(jobs: Mapping[str, Job], rows: Mapping[str, Row], contender: Contender) -> None:
+        """Add the contender's cell of each way."""
+        size = next(iter(jobs.values())).size
+        race.step = size_text(size)
+        with contender.opened(arena, size):
+            for way, job in jobs.items():
+                race.step = f"{size_text(size)}, {way}"
+                cell = measure(contender, arena, job, plan.repeats)
+                rows[way].contenders[contender.name] = cell
+                if cell.fault:
+                    results.problems[f"{contender.name}, {way}, {size_text(size)}"] = cell.fault
+
     # Its own backend pins the pools once for all sizes and paths.
     with closing(CudaBackend("dma")) as memory:
-        arena = Arena(results.plan.pool_bytes, device, memory.allocate_host)
-        Bench(results, arena, on_step).run()
+        arena = Arena(plan.scale * plan.pool_bytes, device, memory.allocate_host)
+        race.begin(PEAK)
+        peaks = {way: Row(way, 0, 0) for way in WAYS}
+        with race.attempt(PEAK):
+            jobs = {way: make_job(way, max(plan.sizes), plan, scattered=False) for way in WAYS}
+            measure_all(jobs, peaks, ContiguousCopy())
+        for size in plan.sizes:
+            jobs = {way: make_job(way, size, plan) for way in WAYS}
+            rows = {
+                way: Row(way, size, job.blocks, dict(peaks[way].contenders))
+                for way, job in jobs.items()
+            }
+            race.run(size_text(size), partial(measure_all, jobs, rows))
+            results.rows += rows.values()
 
 
-class Bench:
-    """The contenders, and the memory that they copy."""
+def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
+    """Copy ``job`` once to warm up, check every byte of that, and time ``repeats`` more.
 
-    def __init__(self, results: Results, arena: Arena, on_step: Callable[[str], None]) -> None:
-        ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
-        self._race = Race[Contender]([PlainTorch(), *ours], results, on_step)
-        self._arena, self._results, self._plan = arena, results, results.plan
+    ``contender`` is open for the job's size. Its exceptions pass through.
+    """
+    arena.prepare()
+    with _copy_threads(contender, job.transfers) as threads:
+        _copy(contender, job, threads)
+        path, fault = contender.path(job.transfers), arena.find_fault(job)
+        seconds = median(_copy(contender, job, threads) for _ in range(repeats))
+    return Cell(job.num_bytes, seconds, job.num_bytes / seconds / 1e9, fault, path)
 
-    def run(self) -> None:
-        self._race.begin(PEAK)
-        peak = self._work(max(self._plan.sizes), scattered=False)
-        with self._race.attempt(PEAK):
-            self._measure(peak, ContiguousCopy())
-        peaks = {row.way: row.contenders for row, _ in peak}
-        for size in self._plan.sizes:
-            work = self._work(size)
-            for row, _ in work:
-                row.contenders.update(peaks[row.way])
-            self._race.run(size_text(size), partial(self._measure, work))
-            self._results.rows += [row for row, _ in work]
 
-    def _work(self, size: int, *, scattered: bool = True) -> Work:
-        ways = self._plan.ways(size)
-        jobs = [make_job(way, size, self._plan, scattered=scattered) for way in ways]
-        return [(Row(job.way, size, job.blocks), job) for job in jobs]
+@contextmanager
+def _copy_threads(
+    contender: Contender, transfers: Mapping[Direction, Transfer]
+) -> Iterator[dict[Direction, ThreadPoolExecutor]]:
+    """A thread for each direction, which has entered."""
+    with ExitStack() as stack:
+        threads = {}
+        for direction in transfers:
+            threads[direction] = stack.enter_context(ThreadPoolExecutor(1))
+            threads[direction].submit(contender.enter_thread, direction).result()
+        yield threads
 
-    def _measure(self, work: Work, contender: Contender) -> None:
-        """Measure the jobs and add each one's cell to its row."""
-        size, name, results = work[0][0].size, contender.name, self._results
-        arena, repeats = self._arena, self._plan.repeats
-        self._race.step = size_text(size)
-        with contender.opened(arena, size):
-            for row, job in work:
-                self._race.step = f"{size_text(size)}, {job.way}"
-                cell, peak = measure(contender, arena, job, repeats), row.contenders.get(PEAK)
-                if cell.fault:
-                    results.problems[f"{name}, {job.way}, {size_text(size)}"] = cell.fault
-                elif peak and not peak.fault:
-                    cell = replace(cell, of_peak=cell.gb_per_s / peak.gb_per_s)
-                row.contenders[name] = cell
+
+def _copy(contender: Contender, job: Job, threads: Mapping[Direction, ThreadPoolExecutor]) -> float:
+    """Seconds from the first submission to the end of the last copy."""
+    start_line = threading.Barrier(len(threads))
+
+    def timed(direction: Direction) -> tuple[float, float]:
+        start_line.wait()
+        start = time.perf_counter()
+        contender.copy(direction, job.transfers[direction])
+        return start, time.perf_counter()
+
+    runs = [thread.submit(timed, direction) for direction, thread in threads.items()]
+    spans = [run.result() for run in runs]
+    return max(end for _, end in spans) - min(start for start, _ in spans)

@@ -76,22 +76,17 @@ class _TorchContender(Contender):
         self._device, self._host = rows(arena.device, size), rows(arena.host, size)
         self._device_staging = rows(arena.device_staging, size)
         self._host_staging = rows(arena.host_staging, size)
-        self._streams: dict[Direction, torch.cuda.Stream] = {}
         yield
 
-    def enter_thread(self, direction: Direction) -> None:
+    def enter_thread(self, _direction: Direction) -> None:
         if self._device.is_cuda:
             torch.cuda.set_device(self._device.device)
-            self._streams[direction] = torch.cuda.Stream(self._device.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self._device.device))
 
-    @contextmanager
-    def _stream(self, direction: Direction) -> Iterator[None]:
-        """Queue the block's work on the direction's stream, and wait for it at the end."""
-        stream = self._streams.get(direction)
-        with torch.cuda.stream(stream):  # None where the device is not CUDA: no effect
-            yield
-        if stream is not None:
-            stream.synchronize()
+    def _wait(self) -> None:
+        """For what this thread has queued."""
+        if self._device.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 class ContiguousCopy(_TorchContender):
@@ -106,11 +101,9 @@ class ContiguousCopy(_TorchContender):
         first, stop = int(blocks[0]), int(blocks[-1]) + 1
         assert stop - first == len(blocks)
         device, host = self._device[first:stop], self._host[first:stop]
-        with self._stream(direction):
-            if direction is Direction.LOAD:
-                device.copy_(host, non_blocking=True)
-            else:
-                host.copy_(device, non_blocking=True)
+        target, source = (device, host) if direction is Direction.LOAD else (host, device)
+        target.copy_(source, non_blocking=True)
+        self._wait()
 
 
 class PlainTorch(_TorchContender):
@@ -125,15 +118,14 @@ class PlainTorch(_TorchContender):
         part = slice(count) if direction is Direction.LOAD else slice(-count, None)
         on_device, on_host = self._device_staging[part], self._host_staging[part]
         host_blocks = torch.from_numpy(transfer.host_blocks)
+        device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
         if direction is Direction.LOAD:
             torch.index_select(self._host, 0, host_blocks, out=on_host)
-        with self._stream(direction):
-            device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
-            if direction is Direction.LOAD:
-                on_device.copy_(on_host, non_blocking=True)
-                self._device.index_copy_(0, device_blocks, on_device)
-            else:
-                torch.index_select(self._device, 0, device_blocks, out=on_device)
-                on_host.copy_(on_device, non_blocking=True)
-        if direction is Direction.STORE:
+            on_device.copy_(on_host, non_blocking=True)
+            self._device.index_copy_(0, device_blocks, on_device)
+            self._wait()
+        else:
+            torch.index_select(self._device, 0, device_blocks, out=on_device)
+            on_host.copy_(on_device, non_blocking=True)
+            self._wait()
             self._host.index_copy_(0, host_blocks, on_host)

@@ -1,7 +1,5 @@
 """The plan of a run: sizes, ways, numbers; and the blocks that each measurement copies."""
 
-from argparse import ArgumentTypeError
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,41 +22,20 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes // KIB} KiB" if num_bytes % MIB else f"{num_bytes // MIB} MiB"
 
 
-def _block_size(text: str) -> int:
-    if (found := size(text)) not in SIZES:
-        limits = f"{size_text(SIZES[0])} to {size_text(SIZES[-1])}"
-        raise ArgumentTypeError(f"{text!r} is not a power of two from {limits}")
-    return found
-
-
 @dataclass(frozen=True)
 class Plan:
     """One run."""
 
     sizes: tuple[int, ...] = option(
-        SIZES, "of a block, ascending", _block_size, metavar="SIZE", nargs="+"
+        SIZES, "of a block: powers of two", size, metavar="SIZE", nargs="+", choices=SIZES
     )
-    repeats: int = option(7, "timed copies of each kind, fewer of slow ones", whole(1, 100))
+    repeats: int = option(7, "timed copies of each kind", whole(1, 100))
     scale: int = option(1, "copies N times as large, whose start weighs less", whole(1, 8))
-    least_pool: int = 1 << 30
-    """``pool_bytes`` and ``most_blocks`` without a scale. A multiple of every size."""
-    least_blocks: int = 16_384
-    both_from: int = 512 * KIB
-    """The smallest size that is copied both ways at once."""
-
-    def ways(self, size: int) -> Sequence[str]:
-        """The ways in which blocks of ``size`` bytes are copied."""
-        return WAYS if size >= self.both_from else WAYS[:2]
-
-    @property
-    def pool_bytes(self) -> int:
-        """Memory for blocks on each side. No copy has more bytes."""
-        return self.scale * self.least_pool
-
-    @property
-    def most_blocks(self) -> int:
-        """Largest number of blocks in one copy."""
-        return self.scale * self.least_blocks
+    pool_bytes: int = 1 << 30
+    """Memory for blocks on each side, over ``scale``. No copy has more bytes. A multiple of every
+    size."""
+    most_blocks: int = 16_384
+    """Largest number of blocks in one copy, over ``scale``."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +61,14 @@ def make_job(way: str, size: int, plan: Plan, *, scattered: bool = True) -> Job:
     """Random blocks to random places, as many as ``plan`` allows; or all blocks, each to its own
     place."""
     random = np.random.default_rng(0)
-    num_blocks = plan.pool_bytes // size
+    num_blocks = plan.scale * plan.pool_bytes // size
     split = {"load": num_blocks, "store": 0, "both": num_blocks // 2}[way]
     halves = {Direction.LOAD: np.arange(split), Direction.STORE: np.arange(split, num_blocks)}
 
     def choose(blocks: BlockIds) -> BlockIds:
-        return random.permutation(blocks)[: plan.most_blocks] if scattered else blocks
+        if not scattered:
+            return blocks
+        return random.permutation(blocks)[: plan.scale * plan.most_blocks]
 
     transfers = {
         direction: Transfer(index, choose(blocks), choose(blocks))

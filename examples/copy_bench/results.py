@@ -7,7 +7,7 @@ from rich.table import Table
 
 from examples.bench.race import RaceResults
 from examples.bench.tables import Row as Cells
-from examples.bench.tables import make_table, optional
+from examples.bench.tables import make_table
 from examples.copy_bench.plan import WAYS, Plan, size_text
 
 PEAK = "peak"
@@ -22,7 +22,6 @@ class Cell:
     num_bytes: int
     seconds: float
     """Median."""
-    repeats: int
     gb_per_s: float
     """In 10^9 bytes."""
     fault: str | None
@@ -30,8 +29,6 @@ class Cell:
     path: str | None = None
     """"dma" or "kernel", by which the backend copied most bytes; "mixed" where that is one for
     loads and the other for stores. None for torch's copies."""
-    of_peak: float | None = None
-    """Bandwidth over that of the contiguous copy; None where either has brought wrong bytes."""
 
 
 @dataclass
@@ -68,14 +65,16 @@ class Results(RaceResults):
             yield ""
             for row in (row for row in self.rows if row.way == way):
                 cells = {name: row.contenders.get(name) for name in CONTENDERS}
-                auto = cells[AUTO]
+                peak, auto, of_peak = cells[PEAK], cells[AUTO], None
+                if peak and auto and not (peak.fault or auto.fault):
+                    of_peak = f"{auto.gb_per_s / peak.gb_per_s:.0%}"
                 yield {
                     "way": way,
                     "block": size_text(row.size),
                     "blocks": str(row.blocks),
                     **{name: _bandwidth(cell) for name, cell in cells.items()},
-                    "auto of\npeak": optional(getattr(auto, "of_peak", None), ".0%"),
-                    "auto's\npath": getattr(auto, "path", None),
+                    "auto of\npeak": of_peak,
+                    "auto's\npath": auto.path if auto else None,
                 }
 
 

@@ -27,7 +27,7 @@ from simple_offload.config import ConfigError
         ("demo", "--restarts", "unrecognized arguments: --restarts; did you mean '--restart'?"),
         # Of single programs.
         ("copy_bench", "", "No CUDA device (torch"),
-        ("copy_bench", "--sizes 3K", "'3K' is not a power of two from 4 KiB to 2 MiB"),
+        ("copy_bench", "--sizes 3K", "invalid choice: 3072 (choose from 4096, 8192"),
         ("serve_bench", "--workloads ttft,ttft", "a name occurs twice in 'ttft,ttft'"),
         ("serve_bench", "--workloads traces", "--workloads: traces needs --traces"),
         ("serve_bench", "--workloads restart --files .", "restart needs ttft"),
