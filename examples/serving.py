@@ -8,13 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -30,8 +28,6 @@ STOP_SECONDS = 30.0
 COMMAND = (sys.executable, "-m", "examples.vllm_command", "serve")
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 60.0
-_DIRECT = build_opener(ProxyHandler({}))
-"""Without the proxies of the environment."""
 
 
 class Endpoint:
@@ -71,21 +67,17 @@ class Endpoint:
     def _request(self, method: str, path: str) -> bytes:
         """The body of the answer. Raises RunFailed if there is none, or an error."""
         try:
-            status, body = self.exchange(method, path)
-        except (OSError, HTTPException) as error:
+            answer = self.exchange(method, path)
+        except httpx.HTTPError as error:
             raise self.failure(f"gave no answer to {path} ({error})") from None
-        if status != 200:
-            raise self.failure(f"answered {status} to {path}")
-        return body
+        if answer.status_code != 200:
+            raise self.failure(f"answered {answer.status_code} to {path}")
+        return answer.content
 
-    def exchange(self, method: str, path: str) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
-        request = Request(self.url + path, method=method)  # noqa: S310 - http or https
-        try:
-            with _DIRECT.open(request, timeout=_ANSWER_SECONDS) as answer:
-                return answer.status, answer.read()
-        except HTTPError as error:
-            return error.code, error.read()
+    def exchange(self, method: str, path: str) -> httpx.Response:
+        """Any answer, without the proxies of the environment. Raises httpx.HTTPError if there is
+        none."""
+        return httpx.request(method, self.url + path, timeout=_ANSWER_SECONDS, trust_env=False)
 
 
 class Server(Endpoint):
@@ -180,8 +172,8 @@ class Server(Endpoint):
             self._pause()
 
     def _is_healthy(self) -> bool:
-        with suppress(OSError, HTTPException):  # until it listens
-            return self.exchange("GET", "/health")[0] == 200
+        with suppress(httpx.HTTPError):  # until it listens
+            return self.exchange("GET", "/health").status_code == 200
         return False
 
     def _pause(self) -> None:

@@ -10,6 +10,8 @@ from threading import Event, Lock, Semaphore
 from typing import Any
 from urllib.parse import urlencode
 
+import httpx
+
 from examples.bench.command import RunFailed
 from tests.engine.spec import Answer
 from tests.faults.load_book import LoadBook, Script, Tokens
@@ -19,7 +21,7 @@ NUM_CLIENTS = 6
 MAX_TOKENS = (4, 40)
 NO_SALT: Mapping[str, Any] = {}
 SALTS = (*[NO_SALT] * 3, {"cache_salt": "a"}, {"cache_salt": "b"})
-FAILURES = (OSError, HTTPException, AssertionError, RunFailed)
+FAILURES = (OSError, HTTPException, httpx.HTTPError, AssertionError, RunFailed)
 """Of requests. One that takes longer than ``Server`` waits is a TimeoutError, hence an OSError."""
 
 
@@ -52,11 +54,11 @@ def stream(
 
 def post(server: Server, path: str, **query: object) -> dict[str, Any]:
     """The answer. vLLM refuses to reset running requests while blocks wait for a transfer."""
-    status, body = server.exchange("POST", f"{path}?{urlencode(query).lower()}")
-    if status == 500 and query.get("reset_running_requests"):
+    answer = server.exchange("POST", f"{path}?{urlencode(query).lower()}")
+    if answer.status_code == 500 and query.get("reset_running_requests"):
         return {"success": False}
-    assert status == 200, body[:1000]
-    found: dict[str, Any] = json.loads(body)
+    assert answer.status_code == 200, answer.text[:1000]
+    found: dict[str, Any] = answer.json()
     return found
 
 
