@@ -11,19 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from examples.bench.models import MLA_SIZES
 
 Architecture = Literal["llama", "qwen3", "gemma3", "mla"]
-
+MODEL_TYPES: dict[Architecture, str] = {"gemma3": "gemma3_text", "mla": "deepseek_v2"}
+"""Hugging Face's names, where they are others."""
 
 SIZES = {
     "vocab_size": 512,
@@ -81,28 +75,24 @@ def model_config(
         "tie_word_embeddings": False,
     }
     if architecture == "mla":
-        shape |= {"num_key_value_heads": num_heads, "first_k_dense_replace": num_layers}
-        return DeepseekV2Config(
-            **shape,
-            **MLA_SIZES,
-            q_lora_rank=None,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-        )
-    if architecture == "llama":
-        return LlamaConfig(**shape)
-    if architecture == "qwen3":
-        return Qwen3Config(**shape)
-    layer_types = [
-        "full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(num_layers)
-    ]
-    return Gemma3TextConfig(
-        **shape,
-        layer_types=layer_types,
-        sliding_window=sliding_window,
-        query_pre_attn_scalar=shape["head_dim"],
-    )
+        shape |= MLA_SIZES | {
+            "num_key_value_heads": num_heads,
+            "first_k_dense_replace": num_layers,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
+    if architecture == "gemma3":
+        layers = ("sliding_attention", "sliding_attention", "full_attention")
+        shape |= {
+            "layer_types": [layers[layer % 3] for layer in range(num_layers)],
+            "sliding_window": sliding_window,
+            "query_pre_attn_scalar": shape["head_dim"],
+        }
+    config = AutoConfig.for_model(MODEL_TYPES.get(architecture, architecture), **shape)
+    assert isinstance(config, PretrainedConfig)
+    return config
 
 
 # Queries and keys have this standard deviation, so attention scores have its square: 4. Over a

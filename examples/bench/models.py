@@ -56,6 +56,7 @@ DEEPSEEK_LITE = ModelShape(102400, 2048, 27, 16, 16, "bfloat16", "mla", intermed
 def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path) -> None:
     """Write the files, but for a tokenizer, that vLLM needs to serve a model of ``shape``."""
     # Imported here, since transformers takes seconds: a command's help or refusal needs no model.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils.logging import disable_progress_bar
 
     from examples.random_model import SIZES, model_config, save_random_model
@@ -69,7 +70,6 @@ def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path
         return
     sizes["intermediate_size"] = shape.intermediate_size
     config = model_config(shape.architecture, **sizes)
-    name = "DeepseekV2" if shape.architecture == "mla" else shape.architecture.capitalize()
-    config.architectures = [f"{name}ForCausalLM"]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = shape.dtype
     config.save_pretrained(directory)
