@@ -19,16 +19,12 @@ T = TypeVar("T")
 
 def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     """A parser of whole numbers from ``least`` to ``most``."""
+    allowed = f"from {least}" + ("" if most is None else f" to {most}")
 
     def parse(given: str) -> int:
-        try:
-            number = int(given)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{given!r} is not a whole number") from None
-        if most is not None and not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{number} is not within {least} and {most}")
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        number = int(given) if given.isdecimal() else -1
+        if number < least or number > (number if most is None else most):
+            raise argparse.ArgumentTypeError(f"{given!r} is not a whole number {allowed}")
         return number
 
     return parse
@@ -102,15 +98,11 @@ class BenchParser(Parser):
 
 def changed(plan: T, arguments: argparse.Namespace) -> T:
     """``plan`` with the values that its options were given."""
-    given = {
-        each.name: getattr(arguments, each.name, None)
-        for each in fields(plan)  # type: ignore[arg-type]
-        if each.metadata
-    }
+    options = {each.name for each in fields(plan) if each.metadata}  # type: ignore[arg-type]
     found = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if value is not None
+        for name, value in vars(arguments).items()
+        if name in options and value is not None
     }
     return replace(plan, **found)  # type: ignore[type-var]
 

@@ -30,12 +30,9 @@ def exit_code_of(run: Callable[[], int]) -> int:
     """Call ``run`` and return its exit code, or that of a failure or of an interrupt."""
     try:
         return run()
-    except CannotStart as error:
+    except (CannotStart, RunFailed) as error:
         complain(str(error))
-        return CANNOT_START
-    except RunFailed as error:
-        complain(str(error))
-        return RUN_FAILED
+        return CANNOT_START if isinstance(error, CannotStart) else RUN_FAILED
     except KeyboardInterrupt:
         complain("Interrupted.")
         return INTERRUPTED

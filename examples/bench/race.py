@@ -13,7 +13,6 @@ from rich.table import Table
 
 from examples.bench.command import BAD_RESULT, RUN_FAILED, lines, print_lines
 from examples.bench.results_file import NUMBERS, save_numbers
-from simple_offload.config import ConfigError
 
 WIDTH = 200
 """Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
@@ -34,8 +33,6 @@ class RaceResults:
 
     machine: dict[str, Any]
     """Processor or device, versions, date."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Contenders that refuse their settings on this machine, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)
     """Contenders that ended in an error: the step and the error."""
     problems: dict[str, str] = field(default_factory=dict)
@@ -61,7 +58,7 @@ class Race(Generic[C]):
         self._on_step = on_step
         self.step = ""
         """The work under way, which a failure is reported with."""
-        self.left_out, self.failures = results.left_out, results.failures
+        self.failures = results.failures
         self._all = list(contenders)
         self._num_rounds = 0
 
@@ -73,12 +70,9 @@ class Race(Generic[C]):
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Put the contender out of the race if the block raises: left out for a ConfigError,
-        failed for any other exception."""
+        """Put the contender out of the race if the block raises."""
         try:
             yield
-        except ConfigError as error:
-            self.left_out[name] = str(error)
         except Exception as error:  # noqa: BLE001 - whatever one fails with, the others can run
             traceback.print_exc()
             self.failures[name] = f"{self.step}: {type(error).__name__}: {error}"
@@ -91,8 +85,7 @@ class Race(Generic[C]):
         the contenders' order, without those that failed."""
         self.begin(step)
         results: dict[str, T] = {}
-        out = self.left_out.keys() | self.failures.keys()
-        left = [each for each in self._all if each.name not in out]
+        left = [each for each in self._all if each.name not in self.failures]
         contenders = [each for each in left if names is None or each.name in names]
         if not contenders:
             return results
@@ -122,8 +115,7 @@ def run_race(
     console = Console(width=WIDTH)
     print_lines(console, *(f"{fact}: {value}" for fact, value in results.machine.items()))
     console.print(*results.tables())
-    left_out = (f"Left out: {each}: {reason}" for each, reason in results.left_out.items())
-    print_lines(console, *left_out, f"Numbers: {output / NUMBERS}")
+    print_lines(console, f"Numbers: {output / NUMBERS}")
     bad = [f"Proves nothing: {where}: {why}" for where, why in results.problems.items()]
     bad += [f"{each} failed: {failure}" for each, failure in results.failures.items()]
     print_lines(console, *bad, style="bold red")

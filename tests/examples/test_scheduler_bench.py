@@ -57,7 +57,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode, 3 running" in captured.err
     assert "host 2 x device, one-offs" in captured.out
     numbers = numbers_of(tmp_path)
-    assert numbers["problems"] == numbers["failures"] == numbers["left_out"] == {}
+    assert numbers["problems"] == numbers["failures"] == {}
     assert [(row["kind"], row["size"]) for row in numbers["rows"]] == [
         *(("decode", 1), ("decode", 3), ("serving", 1), ("serving", 3)),
         *(("conversations", 1), ("conversations", 3)),
