@@ -1,4 +1,5 @@
-"""Agents on a hybrid model: sessions that grow turn by turn, and leave a boundary behind each."""
+"""Hybrid models: host bytes of a token, and agents, whose sessions grow turn by turn and leave a
+boundary behind each."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -22,6 +23,28 @@ _BUS_BYTES = 54e9
 """That a rank copies in a second, in each direction."""
 _FIRST = ", first"
 """In the name of a session's first request."""
+
+PROMPT_TOKENS = 65_536
+ANSWER_TOKENS = 300
+"""Of the request whose bytes are counted."""
+
+
+def bytes_of_a_token(contender: Contender, planned: Planned) -> float:
+    """Of a prompt, on the whole server, as the connector's own tables count host blocks after the
+    answer. Raises RuntimeError if not all were stored."""
+    num_blocks = 64 + sum(
+        # Windows have their blocks of a chunk at once.
+        PROMPT_TOKENS // group.block_tokens + 2 * group.num_boundary_blocks
+        for group in planned.sizes.groups
+    )
+    with closing(Engine(contender, Shape(num_blocks, num_blocks), planned)) as engine:
+        text = list(range(PROMPT_TOKENS + ANSWER_TOKENS))
+        engine.add("0", text[:PROMPT_TOKENS], text[PROMPT_TOKENS:])
+        engine.drain()
+        used, room = engine.side.num_used(engine.connector)
+        if not 0 < used < room - 1:
+            raise RuntimeError(f"{used} of {room} host blocks are used")
+        return planned.num_bytes(num_blocks) * used / room / PROMPT_TOKENS
 
 
 class _Turn(NamedTuple):

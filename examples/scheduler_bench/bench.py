@@ -7,7 +7,7 @@ from itertools import product
 from examples.bench.connectors import Contender
 from examples.bench.race import Race
 from examples.bench.traces import read_trace
-from examples.scheduler_bench.agents import run_agents
+from examples.scheduler_bench.agents import PROMPT_TOKENS, bytes_of_a_token, run_agents
 from examples.scheduler_bench.chat import run_chat
 from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
@@ -16,7 +16,6 @@ from examples.scheduler_bench.planned import plan_models
 from examples.scheduler_bench.replay import replay
 from examples.scheduler_bench.results import LEAST, Outcome, Play, Results
 from examples.scheduler_bench.sizes import replay_sizes
-from examples.scheduler_bench.token_bytes import PROMPT_TOKENS, bytes_of_a_token
 
 
 def run(

@@ -36,28 +36,15 @@ class Transfer:
     """True if the worker waits for it before the step's compute."""
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Host memory of a server."""
-
-    num_blocks: int
-    """Host blocks of each rank if ranks share nothing, vLLM's null block included."""
-    planned: Planned
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole server."""
-        return self.num_blocks * self.planned.block_bytes * self.planned.num_ranks
-
-
 class Side:
     """How one kind of connector is configured, and the messages of its worker side."""
 
-    def size(self, memory: HostMemory) -> dict[str, int]:
-        """The keys of its configuration for a tier that has this memory."""
-        return {"cpu_bytes_to_use": memory.num_bytes}
+    def size(self, num_blocks: int, planned: Planned) -> dict[str, int]:
+        """The keys of its configuration for a tier of so many host blocks of each rank, vLLM's null
+        block included, if ranks share nothing."""
+        return {"cpu_bytes_to_use": planned.num_bytes(num_blocks)}
 
-    def open(self, connector: Any, memory: HostMemory) -> None:
+    def open(self, connector: Any, num_blocks: int, planned: Planned) -> None:
         """Report to the scheduler side, once, that the worker has its memory. vLLM's connectors
         take it for granted."""
 
@@ -74,12 +61,8 @@ class Side:
             kv_connector_worker_meta=self._worker_meta(ended, num_ranks),
         )
 
-    def num_host_blocks(self, connector: Any) -> int:
-        """How many host blocks the scheduler side has."""
-        raise NotImplementedError
-
-    def num_used(self, connector: Any) -> int:
-        """How many of them hold something."""
+    def num_used(self, connector: Any) -> tuple[int, int]:
+        """How many host blocks of the scheduler side hold something, and how many it has."""
         raise NotImplementedError
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
@@ -95,13 +78,13 @@ class Side:
 class OurSide(Side):
     """simple_offload."""
 
-    def size(self, memory: HostMemory) -> dict[str, int]:
-        return {"num_cpu_blocks": memory.num_blocks}
+    def size(self, num_blocks: int, _planned: Planned) -> dict[str, int]:
+        return {"num_cpu_blocks": num_blocks}
 
-    def open(self, connector: Any, memory: HostMemory) -> None:
+    def open(self, connector: Any, num_blocks: int, planned: Planned) -> None:
         """As ``RankPool`` has it: ranks that share copies have the blocks of all of them."""
-        planned, replicas = memory.planned, memory.planned.replicas
-        num_blocks = memory.num_blocks * replicas.count
+        replicas = planned.replicas
+        num_blocks *= replicas.count
         sizes = (num_blocks, num_blocks, planned.block_bytes)
         shared = (replicas.count, replicas.private_groups)
         connector.set_xfer_handshake_metadata_pp_aware(
@@ -118,13 +101,10 @@ class OurSide(Side):
         ]
         return loads + [Transfer(each.id, False, len(each.host_blocks)) for each in metadata.stores]
 
-    def num_host_blocks(self, connector: Any) -> int:
-        return int(connector.scheduler.tier.num_blocks)
-
-    def num_used(self, connector: Any) -> int:
+    def num_used(self, connector: Any) -> tuple[int, int]:
         tier = connector.scheduler.tier
         num_replicas = tier.num_blocks - 1 - tier.max_contents
-        return int(tier.num_used + num_replicas)
+        return tier.num_used + num_replicas, tier.num_blocks
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         return bool(connector.scheduler.tier.has(key))
@@ -145,12 +125,9 @@ class BuiltinSide(Side):
             transfers.append(Transfer(event, False, len(metadata.store_cpu_blocks)))
         return transfers
 
-    def num_host_blocks(self, connector: Any) -> int:
-        return int(connector.scheduler_manager.num_cpu_blocks)
-
-    def num_used(self, connector: Any) -> int:
+    def num_used(self, connector: Any) -> tuple[int, int]:
         blocks = connector.scheduler_manager.cpu_block_pool.blocks
-        return sum(block.block_hash is not None for block in blocks)
+        return sum(block.block_hash is not None for block in blocks), len(blocks)
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         found = connector.scheduler_manager.cpu_block_pool.cached_block_hash_to_block
@@ -166,11 +143,10 @@ class BuiltinSide(Side):
 class OffloadingSide(Side):
     """vLLM's OffloadingConnector."""
 
-    def size(self, memory: HostMemory) -> dict[str, int]:
+    def size(self, num_blocks: int, planned: Planned) -> dict[str, int]:
         # Its single copy needs CUDA: a CPU build gives each rank one.
-        planned = memory.planned
         num_copies = planned.num_ranks if planned.is_replicated else 1
-        return {"cpu_bytes_to_use": memory.num_bytes * num_copies}
+        return {"cpu_bytes_to_use": planned.num_bytes(num_blocks) * num_copies}
 
     def submitted(self, metadata: OffloadingConnectorMetadata) -> list[Transfer]:
         urgent = metadata.jobs_to_flush or ()
@@ -183,12 +159,10 @@ class OffloadingSide(Side):
             transfers.append(Transfer(job_id, False, len(blocks)))
         return transfers
 
-    def num_host_blocks(self, connector: Any) -> int:
-        return int(connector.scheduler.manager._num_chunks)
-
-    def num_used(self, connector: Any) -> int:
+    def num_used(self, connector: Any) -> tuple[int, int]:
         manager = connector.scheduler.manager
-        return int(manager._num_chunks - manager._get_num_free_chunks())
+        num_chunks = manager._num_chunks
+        return num_chunks - manager._get_num_free_chunks(), num_chunks
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         manager = connector.scheduler.manager

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from examples.bench.connectors import Contender
-from examples.scheduler_bench.contenders import HostMemory, Transfer, side_of
+from examples.scheduler_bench.contenders import Transfer, side_of
 from examples.scheduler_bench.plan import CHUNK_TOKENS
 from examples.scheduler_bench.planned import Planned, one_group
 from examples.scheduler_bench.stopwatch import Stopwatch
@@ -32,12 +32,8 @@ from examples.scheduler_bench.stopwatch import Stopwatch
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-_PATIENCE = 1_000
+_PATIENCE = 100_000
 """Steps after which a drained engine must be at rest."""
-
-
-class Stuck(RuntimeError):
-    """An engine that does not come to rest."""
 
 
 class Hit(NamedTuple):
@@ -129,11 +125,10 @@ class Engine:
         """``planned``: the model, ``one_group()`` by default. Raises ConfigError, or the
         connector's own error, for settings that it refuses."""
         init_none_hash(sha256)
-        planned = planned or one_group()
+        self.planned = planned = planned or one_group()
         self.side = side_of(contender)
         self.shape = shape
-        self.host_memory = HostMemory(shape.host_blocks, planned)
-        transfer = contender.transfer_config(**self.side.size(self.host_memory))
+        transfer = contender.transfer_config(**self.side.size(shape.host_blocks, planned))
         assert transfer is not None
         config = _vllm_config(KVTransferConfig(**transfer), shape, planned.config)
         # As EngineCore does.
@@ -152,7 +147,7 @@ class Engine:
             log_stats=False,
         )
         self.connector = cast(Any, self.scheduler.connector)
-        self.side.open(self.connector, self.host_memory)
+        self.side.open(self.connector, shape.host_blocks, planned)
         self.stopwatch = Stopwatch(self.connector)
         self.hits: dict[str, Hit] = {}
         self.on_hit: list[Callable[[Request, Hit], None]] = []
@@ -211,7 +206,8 @@ class Engine:
     @property
     def all_decode(self) -> bool:
         """True if the prompt of every request is computed."""
-        return all(r.num_computed_tokens >= r.num_prompt_tokens for r in self._requests)
+        requests = self.scheduler.requests.values()
+        return all(each.num_computed_tokens >= each.num_prompt_tokens for each in requests)
 
     @property
     def at_rest(self) -> bool:
@@ -229,7 +225,7 @@ class Engine:
         self._bus.submit(transfers, self.num_steps, self.now)
         for request_id in scheduled.num_scheduled_tokens:
             wait = self.waits[request_id]
-            if wait.began != wait.began:  # not a number yet
+            if isnan(wait.began):
                 wait.began = self.now
         self.num_preempted += len(scheduled.preempted_req_ids or ())
         output = self._output(scheduled)
@@ -248,28 +244,20 @@ class Engine:
 
     def drain(self) -> None:
         """Step until no request, no transfer and no deferred store is left."""
-        patience = _PATIENCE + sum(
-            len(request.prompt_token_ids or ()) // CHUNK_TOKENS + request.max_tokens
-            for request in self._requests
-        )
-        for _ in range(patience):
+        for _ in range(_PATIENCE):
             if self.at_rest:
                 return
             self.step()
-        raise Stuck(f"not at rest after {patience} steps")
+        raise RuntimeError(f"not at rest after {_PATIENCE} steps")
 
     def reset_device(self) -> None:
         """Empty the device's prefix cache, as if everything had been evicted. At rest only."""
         if not self.scheduler.reset_prefix_cache():
-            raise Stuck("blocks are held at rest, and the device's cache cannot be emptied")
+            raise RuntimeError("blocks are held at rest, the device's cache cannot be emptied")
 
     def close(self) -> None:
         """Free the pools."""
         self.scheduler.shutdown()
-
-    @property
-    def _requests(self) -> list[Request]:
-        return list(self.scheduler.requests.values())
 
     def _output(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         request_ids = list(scheduled.num_scheduled_tokens)
@@ -278,7 +266,7 @@ class Engine:
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
             sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
             kv_connector_output=self.side.report(
-                self._bus.drain_ended(self.num_steps, self.now), self.host_memory.planned.num_ranks
+                self._bus.drain_ended(self.num_steps, self.now), self.planned.num_ranks
             ),
         )
 

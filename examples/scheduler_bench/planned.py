@@ -42,6 +42,10 @@ class Planned:
         """Of the server."""
         return int(self.config.parallel_config.world_size)
 
+    def num_bytes(self, num_blocks: int) -> int:
+        """Of so many blocks of each rank, on the whole server."""
+        return num_blocks * self.block_bytes * self.num_ranks
+
     @property
     def replicas(self) -> Replicas:
         """The ranks that have the same KV."""
