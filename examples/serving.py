@@ -5,7 +5,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +26,7 @@ RESET_SECONDS = 60.0
 STOP_SECONDS = 30.0
 """A server may take this long to end before it is killed."""
 COMMAND = (sys.executable, "-m", "examples.vllm_command", "serve")
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 60.0
 
 
@@ -154,33 +154,32 @@ class Server(Endpoint):
         Raises RunFailed if that does not happen within ``seconds``.
         """
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
-        deadline = time.monotonic() + seconds
-        while True:
-            if json.loads(self._request("POST", path))["success"] is True:
-                return
-            if time.monotonic() > deadline:
-                raise self.failure(f"did not reset its caches within {seconds:.0f} s")
-            self._pause()
+
+        def is_reset() -> bool:
+            return json.loads(self._request("POST", path))["success"] is True
+
+        self.wait_for(is_reset, seconds, "its caches to be empty")
 
     def wait_until_ready(self) -> None:
-        """Return once requests are answered. Raises RunFailed if the process ends before, or
-        takes too long."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._is_healthy():
+        """Return once requests are answered. Raises RunFailed as ``wait_for`` does."""
+
+        def is_healthy() -> bool:
+            with suppress(httpx.HTTPError):  # until it listens
+                return self.exchange("GET", "/health").status_code == 200
+            return False
+
+        self.wait_for(is_healthy, START_SECONDS, "an answer")
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Poll ``condition`` until it holds. Raises RunFailed when it does not in time, or when the
+        process ends."""
+        deadline = time.monotonic() + seconds
+        while not condition():
             if time.monotonic() > deadline:
-                raise self.failure(f"did not answer within {START_SECONDS:.0f} s")
-            self._pause()
-
-    def _is_healthy(self) -> bool:
-        with suppress(httpx.HTTPError):  # until it listens
-            return self.exchange("GET", "/health").status_code == 200
-        return False
-
-    def _pause(self) -> None:
-        """Wait a moment. Raises RunFailed as soon as the process ends."""
-        with suppress(TimeoutError):
-            self.ended.result(timeout=_POLL_SECONDS)
-            raise self.failure("ended while it was waited for")
+                raise self.failure(f"was waited for, {seconds:.0f} s, for {what}")
+            with suppress(TimeoutError):
+                self.ended.result(timeout=_POLL_SECONDS)
+                self.check()
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for model in arguments.model:
         name = Path(model).name
         print_lines(console, f"{name}: {', '.join(arguments.tasks)}", style="bold")
-        outcomes[name] = Evaluations(arguments, model, show).run()
+        outcomes[name] = _evaluate_thrice(arguments, model, show)
         console.print(outcome_table(outcomes[name]))
         save_numbers(output, {each: found.to_json() for each, found in outcomes.items()})
     passed = not any(outcome.problems for outcome in outcomes.values())
@@ -71,35 +71,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if passed else BAD_RESULT
 
 
-class Evaluations:
-    """One model: served without the connector and with it, evaluated once and twice."""
-
-    def __init__(self, arguments: argparse.Namespace, model: str, show: Show) -> None:
-        self._arguments = arguments
-        self._recall = OUR_TASK in arguments.tasks
-        self._engine = FOR_RECALL if self._recall else FOR_OTHERS
-        self._model = model
-        self._name = Path(model).name
-        self._output = arguments.output / self._name
-        self._show = show
-
-    def run(self) -> Outcome:
-        """Evaluate three times. Raises RunFailed; however it returns, no process is left."""
-        self._output.mkdir(parents=True, exist_ok=True)
-        with self._serving("without", NONE) as server:
-            without = self._pass("without", server)
-        with self._serving("with", CORRUPTED if self._arguments.corrupt else OURS) as server:
-            first = self._pass("first pass", server)
-            server.reset_prefix_cache(external=False)
-            second = self._pass("second pass", server)
-        return Outcome(without, first, second, LEAST_ACCURACY if self._recall else 0.0)
+def _evaluate_thrice(arguments: argparse.Namespace, model: str, show: Show) -> Outcome:
+    """Serve one model without the connector, and with it, and evaluate it once and twice. Raises
+    RunFailed; however it returns, no process is left."""
+    recall = OUR_TASK in arguments.tasks
+    engine = FOR_RECALL if recall else FOR_OTHERS
+    is_cpu = arguments.device == "cpu"
+    block_size = 32 if is_cpu else 16
+    output = arguments.output / Path(model).name
 
     @contextmanager
-    def _serving(self, name: str, contender: Contender) -> Iterator[Server]:
+    def serving(name: str, contender: Contender) -> Iterator[Server]:
         """A server whose log lies in the output folder under ``name``."""
-        arguments, engine = self._arguments, self._engine
-        is_cpu = arguments.device == "cpu"
-        block_size = 32 if is_cpu else 16
+        config = contender.transfer_config(cpu_bytes_to_use=arguments.host_bytes)
         options: dict[str, Any] = {
             "block_size": block_size,
             "num_gpu_blocks_override": engine.device_tokens // block_size,
@@ -108,42 +92,44 @@ class Evaluations:
             "seed": 0,
             "enable_prefix_caching": True,
             "enforce_eager": is_cpu,
-            "kv_transfer_config": contender.transfer_config(cpu_bytes_to_use=arguments.host_bytes),
+            "kv_transfer_config": config,
         }
         with tempfile.TemporaryDirectory(prefix="offload-accuracy-") as scratch:
-            offline = str(int(self._recall))
-            environment = engine_environment(
-                arguments.device, Path(scratch), HF_HUB_OFFLINE=offline
-            )
-            log = self._output / f"serve-{name}.log"
-            with Server(self._model, command_line(options), environment, log) as server:
+            offline = {"HF_HUB_OFFLINE": str(int(recall))}
+            environment = engine_environment(arguments.device, Path(scratch), **offline)
+            log = output / f"serve-{name}.log"
+            with Server(model, command_line(options), environment, log) as server:
                 yield server
 
-    def _pass(self, name: str, server: Server) -> Pass:
+    def evaluated(name: str, server: Server) -> Pass:
         """All samples once; lm_eval's files lie in a folder of their own."""
-        arguments = self._arguments
-        folder = self._output / name.replace(" ", "-")
+        folder = output / name.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         command = [*arguments.lm_eval, "run", "--tasks", ",".join(arguments.tasks)]
-        if self._recall:
+        if recall:
             questions = make_questions(arguments.samples or 512, seed=0)
             write_questions(questions, folder / f"{OUR_TASK}.jsonl")
         elif arguments.samples:
             command += ["--limit", str(arguments.samples)]
         before = {key: int(server.metric(metric)) for key, metric in METRICS.items()}
         begin = time.monotonic()
-        self._show(self._name, name)
+        show(Path(model).name, name)
         evaluation = evaluate(
-            command,
-            server,
-            folder,
-            concurrency=self._engine.concurrency,
-            offline=self._recall,
+            command, server, folder, concurrency=engine.concurrency, offline=recall
         )
         seconds = time.monotonic() - begin
         tokens = {key: int(server.metric(METRICS[key])) - known for key, known in before.items()}
         return Pass(name, evaluation, tokens, seconds)
+
+    output.mkdir(parents=True, exist_ok=True)
+    with serving("without", NONE) as server:
+        without = evaluated("without", server)
+    with serving("with", CORRUPTED if arguments.corrupt else OURS) as server:
+        first = evaluated("first pass", server)
+        server.reset_prefix_cache(external=False)
+        second = evaluated("second pass", server)
+    return Outcome(without, first, second, LEAST_ACCURACY if recall else 0.0)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,7 +21,13 @@ from examples.bench.models import DEEPSEEK_LITE, SMALL
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.serve_bench.bench import CONVERSATIONS, MODEL, Bench
 from examples.serve_bench.plan import CPU, H200, PRESETS, WORKLOADS, Plan
-from examples.serve_bench.results import save_plot, start_line, summaries, workload_tables
+from examples.serve_bench.results import (
+    floor_line,
+    save_plot,
+    start_line,
+    summaries,
+    workload_tables,
+)
 
 DEFAULT = ("none", "ours", "builtin", "builtin-lazy", "offloading")
 """Contenders, unless others are named."""
@@ -83,7 +89,7 @@ def report(bench: Bench, console: Console) -> None:
     host = f", host tier {plan.host_bytes / 2**30:.1f} GiB" if bench.endpoint is None else ""
     print_lines(console, f"Device's KV space {plan.device_tokens:,} tokens{host}.")
     start = None if bench.endpoint else start_line(bench.runs)
-    print_lines(console, *filter(None, [bench.floor, start]))
+    print_lines(console, *filter(None, [floor_line(found, plan, bench.peak), start]))
     try:
         print_lines(console, f"Plot: {save_plot(bench.output, found)}" if found else "No plot")
     except ImportError as error:

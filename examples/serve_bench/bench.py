@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.bench.child import Event, child_command, engine_environment, listen
-from examples.bench.command import CannotStart, Show
+from examples.bench.command import CannotStart, RunFailed, Show
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import (
@@ -30,9 +30,10 @@ from examples.serve_bench.client import Start
 from examples.serve_bench.conversations import to_messages
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.play import WARMING_UP, play_over_http
-from examples.serve_bench.results import PLOT, floor_line, problems, summaries
+from examples.serve_bench.results import PLOT, problems, summaries
 from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import Endpoint, Server, command_line
+from simple_offload.child import ask
 
 PLAY = "examples.serve_bench.play"
 CONVERSATIONS = "conversations.json"
@@ -40,6 +41,7 @@ MODEL = "bench"
 """The name under which models are served."""
 ENDPOINT = Contender("endpoint")
 """A server that the bench did not start."""
+COPY_SECONDS = 120
 
 
 class Bench:
@@ -62,10 +64,6 @@ class Bench:
     @property
     def problems(self) -> list[str]:
         return problems(self.runs, self.plan, self.contenders)
-
-    @property
-    def floor(self) -> str | None:
-        return floor_line(summaries(self.runs), self.plan, self.peak)
 
     def run(self, show: Show) -> None:
         """Raises CannotStart if the trace does not fit, ``files`` cannot be written, or a package
@@ -98,7 +96,9 @@ class Bench:
         with self._model(show) as model:
             if plan.device == "cuda" and "ttft" in plan.workloads:
                 show("bench", "measuring a contiguous copy")
-                self._measure_peak()
+                self.peak, end = ask(PLAY, {}, COPY_SECONDS)
+                if self.peak is None:
+                    raise RunFailed(f"No copy: {end}")
             for number in range(1, plan.rounds + 1):
                 for contender in self.contenders:
                     self._run_one(contender, number, model, show)
@@ -118,14 +118,12 @@ class Bench:
         """Write all results so far."""
         result = {
             "machine": self._machine,
-            "url": self.plan.url,
             "plan": self.plan,
             "contenders": self.contenders,
             "commits": {
                 each.name: commit(Path(each.source)) for each in self.contenders if each.source
             },
             "peak_bytes_per_second": self.peak,
-            "floor": self.floor,
             "summaries": summaries(self.runs),
             "problems": self.problems,
             "runs": self.runs,
@@ -153,14 +151,6 @@ class Bench:
             save_model(plan.shape, plan.max_model_len, plan.seed, folder)
             WordVocabulary(plan.shape.vocab_size).save(folder)
             yield str(folder)
-
-    def _measure_peak(self) -> None:
-        def on_event(event: Event) -> None:
-            self.peak = event["bytes_per_second"]
-
-        with tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch:
-            environment = engine_environment("cuda", Path(scratch))
-            listen(child_command(PLAY), environment, self.output / "peak.log", on_event)
 
     def _run_one(self, contender: Contender, number: int, model: str, show: Show) -> None:
         restarts = contender.has_files and "restart" in self.plan.workloads

@@ -1,12 +1,10 @@
 """All workloads with one engine: warm-up, repeats and what is measured.
 
-As a program, it does so in an engine of its own. Without arguments it measures one contiguous
-pinned copy to the device, which the bench's own process must not touch, and reports
-``{"bytes_per_second": ...}``.
+As a program, it does so in an engine of its own.
 """
 
 import asyncio
-import faulthandler
+import json
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 COPY_BYTES, COPIES = 1 << 30, 8
-COPY_DEADLINE = 120
-"""Seconds, after which the process ends with its stacks in the log."""
 QUIET_LOOKS, LOOK_SECONDS, WRITE_DEADLINE = 3, 0.5, 120.0
 """Nothing more is written if that many looks at the files, so far apart, see the same. The longest
 wait for it, in seconds."""
@@ -96,9 +92,6 @@ async def play_over_http(
 
 def run(arguments: dict[str, Any], report: Report) -> None:
     """Play with an engine in this process."""
-    if not arguments:
-        report({"bytes_per_second": _peak()})
-        return
     plan, start, contender = (
         TypeAdapter[Any](kind).validate_python(arguments[name])
         for name, kind in (("plan", Plan), ("start", Start), ("contender", Contender))
@@ -169,11 +162,11 @@ def _num_bytes(folder: Path) -> int:
     return total
 
 
-def _peak() -> float:
-    """Bytes a second."""
+def answer(file: Path) -> None:
+    """Of ``child.ask``: bytes a second of one contiguous pinned copy to the device, which the
+    bench's own process must not touch."""
     import torch
 
-    faulthandler.dump_traceback_later(COPY_DEADLINE, exit=True)
     host = torch.zeros(COPY_BYTES, dtype=torch.int8).pin_memory()
     device = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda")
     seconds: list[float] = []
@@ -184,7 +177,7 @@ def _peak() -> float:
         end.record()
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
-    return COPY_BYTES / median(seconds[1:])
+    file.write_text(json.dumps(COPY_BYTES / median(seconds[1:])))
 
 
 if __name__ == "__main__":

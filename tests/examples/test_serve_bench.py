@@ -290,7 +290,9 @@ def test_a_server_for_other_clients(fake: pytest.MonkeyPatch, tmp_path: Path) ->
         assert server.metric("vllm:prompt_tokens_by_source_total") == 0
         assert (Path(model) / "tokenizer.json").is_file()
         assert len(json.loads((tmp_path / "conversations.json").read_text())) == 4
-        with pytest.raises(RunFailed, match="The server did not reset its caches within"):
+        with pytest.raises(
+            RunFailed, match="The server was waited for, 0 s, for its caches to be empty"
+        ):
             server.reset_prefix_cache(external=False, seconds=0.1)
     assert_gone(servers(tmp_path))
     assert not Path(model).exists()
@@ -318,7 +320,7 @@ def test_a_server_that_runs_already(
         long, _ = command.parse([*url, "--output", str(tmp_path)])
         assert code_of(long) == CANNOT_START
         assert "'theirs' takes requests of up to 400 tokens" in capsys.readouterr().err
-    assert result["url"] == server.url
+    assert result["plan"]["url"] == server.url
     (measured,) = result["runs"]["endpoint"]
     (reply,) = measured["replies"]
     assert (reply["prompt_tokens"], reply["answer_tokens"]) == (4 * 16 + 1, 2)

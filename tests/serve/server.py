@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -50,16 +50,6 @@ class Server(serving.Server):
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Poll ``condition`` until it holds. Raises RunFailed when it does not in time, or when the
-        server ends."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            self.check()
-            if time.monotonic() > deadline:
-                raise self.failure(f"was waited for, {seconds:.0f} s, for {what}")
-            time.sleep(0.05)
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int, stop: str | None = None
