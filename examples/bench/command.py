@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from simple_offload.config import ConfigError
+
 BAD_RESULT = 1
 """The run came to its end, and its numbers prove nothing or the wrong thing."""
 CANNOT_START = 2
@@ -30,9 +32,12 @@ def exit_code_of(run: Callable[[], int]) -> int:
     """Call ``run`` and return its exit code, or that of a failure or of an interrupt."""
     try:
         return run()
-    except (CannotStart, RunFailed) as error:
+    except (CannotStart, ConfigError) as error:
         complain(str(error))
-        return CANNOT_START if isinstance(error, CannotStart) else RUN_FAILED
+        return CANNOT_START
+    except RunFailed as error:
+        complain(str(error))
+        return RUN_FAILED
     except KeyboardInterrupt:
         complain("Interrupted.")
         return INTERRUPTED

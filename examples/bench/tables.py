@@ -1,16 +1,10 @@
-"""What several runs of the same work come to; tables and plots of results."""
+"""What several runs of the same work come to; tables of results."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MISSING = "-"
 
@@ -60,11 +54,6 @@ def digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def optional(value: float | None, form: str) -> str | None:
-    """``value`` in a format such as ".2f"."""
-    return None if value is None else format(value, form)
-
-
 def with_ratio(text: str | None, value: float | None, base: float | None) -> str | None:
     """``text``, and the ratio of ``value`` to ``base`` if there is one."""
     if value is None or not base:
@@ -79,16 +68,6 @@ def cells_with_ratios(values: Mapping[str, float | None], scale: float = 1.0) ->
         text = None if value is None else digits(value * scale)
         cells[name] = text if name == first else with_ratio(text, value, values[first])
     return cells
-
-
-@contextmanager
-def plot(path: Path, width: float, height: float) -> Iterator["Figure"]:
-    """A figure, in inches, written as PNG at the end. Loading matplotlib takes a second."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    yield figure
-    figure.savefig(path, format="png", dpi=120)
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,22 +2,12 @@
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from random import Random
 
-from examples.bench.command import CannotStart
-from simple_offload.config import ConfigError
 from simple_offload.sizing import traces
 from simple_offload.sizing.traces import Request, Trace
 
-
-@cache
-def read_trace(path: Path) -> Trace:
-    """Raises CannotStart, which names the file and the line or session, for anything else."""
-    try:
-        return traces.read_trace(path)
-    except ConfigError as error:
-        raise CannotStart(f"--traces: {error}") from None
+read_trace = cache(traces.read_trace)
 
 
 def sessions_in_order(trace: Trace, seed: int) -> Sequence[Sequence[Request]]:

@@ -11,6 +11,7 @@ from examples.bench.command import CannotStart, exit_code_of, run_program
 from examples.bench.connectors import Contender
 from examples.bench.race import run_race
 from examples.bench.results_file import NUMBERS, machine, prepare_output
+from examples.bench.traces import read_trace
 from examples.scheduler_bench.hybrids import MODELS
 from examples.scheduler_bench.plan import CONTENDERS, CONTENDERS_OF, QUICK, Plan
 
@@ -72,8 +73,6 @@ def run(plan: Plan, contenders: Sequence[Contender], parts: Collection[str], out
 
 def _require_scalable(path: Path, plan: Plan) -> None:
     """Read a trace before anything is measured. Raises CannotStart if it does not fit ``plan``."""
-    from examples.bench.traces import read_trace
-
     trace = read_trace(path)
     block_tokens, scale = trace.block_tokens, plan.traces.scale
     if plan.traces.working_sets > 1 and not trace.has_sessions:

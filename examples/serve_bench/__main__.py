@@ -18,6 +18,7 @@ from examples.bench.command import (
 )
 from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, Contender, before
 from examples.bench.models import DEEPSEEK_LITE, SMALL
+from examples.bench.race import WIDTH
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.serve_bench.bench import CONVERSATIONS, MODEL, Bench
 from examples.serve_bench.plan import CPU, H200, PRESETS, WORKLOADS, Plan
@@ -31,8 +32,6 @@ from examples.serve_bench.results import (
 
 DEFAULT = ("none", "ours", "builtin", "builtin-lazy", "offloading")
 """Contenders, unless others are named."""
-PIPE_COLUMNS = 160
-"""Width of tables that go to no terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,13 +67,10 @@ def serve(bench: Bench) -> int:
 
 def run(bench: Bench) -> int:
     """Run ``bench``, print its numbers and its problems; return the exit code."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPE_COLUMNS
     try:
         bench.run(lines())
     finally:
-        report(bench, console)
+        report(bench, Console(width=WIDTH))
     return BAD_RESULT if bench.problems else 0
 
 

@@ -9,15 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from examples.bench.connectors import Contender
-from examples.bench.tables import (
-    Row,
-    cells_with_ratios,
-    make_table,
-    medians,
-    optional,
-    percentile,
-    plot,
-)
+from examples.bench.tables import Row, cells_with_ratios, make_table, medians, percentile
 from examples.serve_bench.client import SOURCES, Reply
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.workloads import DEVICE_HIT, FIRST_TURN, HOST_HIT, LATER_TURNS, plays
@@ -283,8 +275,11 @@ def workload_tables(by_contender: Summaries, name: str, title: str, base: str) -
             who: each[who].numbers.get(number) if who in each else None for who in (base, *each)
         }
         if any(values.values()):
-            counts = {who: optional(value, ",.0f") for who, value in values.items()}
-            cells = counts if number in COUNTS else cells_with_ratios(values, scale)
+            cells = cells_with_ratios(values, scale)
+            if number in COUNTS:
+                cells = dict.fromkeys(values) | {
+                    who: f"{value:,.0f}" for who, value in values.items() if value is not None
+                }
             others.append({"": heading, **cells})
     yield make_table(others, title=name)
 
@@ -292,15 +287,18 @@ def workload_tables(by_contender: Summaries, name: str, title: str, base: str) -
 def save_plot(folder: Path, by_contender: Summaries) -> Path:
     """TTFT by kind of request, a picture for each workload, as PNG. Raises ImportError without
     matplotlib."""
+    from matplotlib.figure import Figure  # takes a second
+
     names = list(dict.fromkeys(name for found in by_contender.values() for name in found))
-    with plot(folder / PLOT, 8, 4 * len(names)) as figure:
-        for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
-            for number, (contender, found) in enumerate(by_contender.items()):
-                ttft = found[name].ttft if name in found else {}
-                for statistic, style in (("mean", "o-"), ("p99", "o:")):
-                    values = [times[statistic] * 1e3 for times in ttft.values()]
-                    label = f"{contender}, {statistic}"
-                    axes.plot(list(ttft), values, style, color=f"C{number}", label=label)
-            axes.set(title=name, ylabel="TTFT, ms", ylim=(0, None))
-            axes.legend(fontsize="small")
+    figure = Figure(figsize=(8, 4 * len(names)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
+        for number, (contender, found) in enumerate(by_contender.items()):
+            ttft = found[name].ttft if name in found else {}
+            for statistic, style in (("mean", "o-"), ("p99", "o:")):
+                values = [times[statistic] * 1e3 for times in ttft.values()]
+                label = f"{contender}, {statistic}"
+                axes.plot(list(ttft), values, style, color=f"C{number}", label=label)
+        axes.set(title=name, ylabel="TTFT, ms", ylim=(0, None))
+        axes.legend(fontsize="small")
+    figure.savefig(folder / PLOT, dpi=120)
     return folder / PLOT
