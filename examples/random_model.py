@@ -45,7 +45,8 @@ def save_random_model(
             if weight.dim() == 2:
                 weight.normal_(0.0, _spread(name, weight, config), generator=generator)
             elif "q_norm" in name or "k_norm" in name:
-                weight.fill_(_norm_weight(config))
+                # It undoes those gains. Gemma's norms multiply by one more than their weight.
+                weight.fill_(_QUERY_KEY_GAIN - _is_gemma(config))
     model.save_pretrained(directory)
     return directory
 
@@ -108,12 +109,6 @@ def _spread(name: str, weight: torch.Tensor, config: PretrainedConfig) -> float:
         return float(weight.shape[1] ** -0.5) if _is_gemma(config) else 1.0
     gain = _QUERY_KEY_GAIN if "q_proj" in name or "k_proj" in name else 1.0
     return gain * float(weight.shape[1] ** -0.5)
-
-
-def _norm_weight(config: PretrainedConfig) -> float:
-    """Weight for the norms after the query and key projections, which undo those gains."""
-    # Gemma's norms multiply by one more than their weight.
-    return _QUERY_KEY_GAIN - 1.0 if _is_gemma(config) else _QUERY_KEY_GAIN
 
 
 def _is_gemma(config: PretrainedConfig) -> bool:

@@ -32,11 +32,6 @@ class ModelShape:
         num_heads = max(1, self.num_kv_heads // num_ranks)
         return 2 * self.num_layers * num_heads * head_dim * element
 
-    @property
-    def load_format(self) -> Literal["auto", "dummy"]:
-        """vLLM's name for the source of the weights."""
-        return "auto" if self.dtype == "float32" else "dummy"
-
 
 MLA_SIZES = {
     "kv_lora_rank": 512,

@@ -1,6 +1,6 @@
 """The measured numbers, and their tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import chain
@@ -255,23 +255,15 @@ def _sizes(sizes: Mapping[str, Sequence[Mapping[float, Size]]]) -> Iterator[Cell
         yield name
         for factor in by_seed[0] if by_seed else ():
             runs = [run[factor] for run in by_seed]
-
-            def mean(key: str, runs: Sequence[Size] = runs) -> str:
-                return _percent(fmean(getattr(run, key) for run in runs))
-
-            def error(key: str, runs: Sequence[Size] = runs) -> str:
-                errors = [run.predicted - getattr(run, key) for run in runs]
-                return f"{100 * fmean(errors):+.1f} ({100 * max(errors, key=abs):+.1f})"
-
             yield {
                 "host memory": f"{factor:g} x",
-                "LRU of\nD + H": mean("lru"),
-                "predicted": mean("predicted"),
-                "replayed": mean("replayed"),
-                "its error": error("replayed"),
-                "agents\nwait": mean("in_loop"),
-                "error": error("in_loop"),
-                "of that\norder": mean("of_order"),
+                "LRU of\nD + H": _percent(fmean(run.lru for run in runs)),
+                "predicted": _percent(fmean(run.predicted for run in runs)),
+                "replayed": _percent(fmean(run.replayed for run in runs)),
+                "its error": _error(run.predicted - run.replayed for run in runs),
+                "agents\nwait": _percent(fmean(run.in_loop for run in runs)),
+                "error": _error(run.predicted - run.in_loop for run in runs),
+                "of that\norder": _percent(fmean(run.of_order for run in runs)),
             }
 
 
@@ -282,6 +274,11 @@ def _bytes(sizes: Mapping[str, Mapping[str, float]]) -> Iterator[Cells]:
             name: with_ratio(f"{value:,.0f}", value, name == "ours" and by_name[LEAST])
             for name, value in by_name.items()
         }
+
+
+def _error(shares: Iterable[float]) -> str:
+    errors = [100 * share for share in shares]
+    return f"{fmean(errors):+.1f} ({max(errors, key=abs):+.1f})"
 
 
 def _percent(share: float) -> str:

@@ -33,24 +33,23 @@ SOURCES = {
     "local_compute": "computed_tokens",
 }
 """vLLM's names of the sources of prompt tokens, and ours."""
+_OURS, _OFFLOADING = "vllm:simple_offload_", "vllm:kv_offload_"
 SERIES: Sequence[tuple[str, Mapping[str, str], str]] = (
     *(
         ("vllm:prompt_tokens_by_source_total", {"source": source}, name)
         for source, name in SOURCES.items()
     ),
     ("vllm:num_preemptions_total", {}, "preemptions"),
+    (f"{_OURS}bytes_total", {"direction": "load"}, "loaded_bytes"),
+    (f"{_OURS}bytes_total", {"direction": "store"}, "stored_bytes"),
+    (f"{_OURS}transfer_seconds_sum", {"direction": "load"}, "loaded_seconds"),
+    (f"{_OURS}transfer_seconds_sum", {"direction": "store"}, "stored_seconds"),
+    (f"{_OFFLOADING}load_bytes_total", {}, "loaded_bytes"),
+    (f"{_OFFLOADING}store_bytes_total", {}, "stored_bytes"),
+    (f"{_OFFLOADING}load_time_total", {}, "loaded_seconds"),
+    (f"{_OFFLOADING}store_time_total", {}, "stored_seconds"),
     *(
-        each
-        for way, done in (("load", "loaded"), ("store", "stored"))
-        for each in (
-            ("vllm:simple_offload_bytes_total", {"direction": way}, f"{done}_bytes"),
-            ("vllm:simple_offload_transfer_seconds_sum", {"direction": way}, f"{done}_seconds"),
-            (f"vllm:kv_offload_{way}_bytes_total", {}, f"{done}_bytes"),
-            (f"vllm:kv_offload_{way}_time_total", {}, f"{done}_seconds"),
-        )
-    ),
-    *(
-        ("vllm:simple_offload_second_tier_lookups_total", {"result": result}, f"lookups_{result}")
+        (f"{_OURS}second_tier_lookups_total", {"result": result}, f"lookups_{result}")
         for result in ("hit", "miss", "late", "slower")
     ),
 )
@@ -143,8 +142,9 @@ class Client(ABC):
         return (time.process_time() - self._busy) / self.elapsed()
 
     def counted(self) -> dict[str, float]:
-        """What the engine has counted in the measurement."""
-        return counted(self._before, counters(self.samples()))
+        """What the engine has counted in the measurement. A series that is new began at 0."""
+        totals = counters(self.samples())
+        return {name: value - self._before.get(name, 0) for name, value in totals.items()}
 
     async def settle(self) -> None:
         """Wait for stores, whose end no connector reports."""
@@ -321,8 +321,3 @@ def counters(samples: Iterable[Sample]) -> dict[str, float]:
             if series == sample.name and labels.items() <= sample.labels.items():
                 found[name] = found.get(name, 0) + sample.value
     return found
-
-
-def counted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """The difference of two totals. A series that is new began at 0."""
-    return {name: value - before.get(name, 0) for name, value in after.items()}

@@ -289,7 +289,7 @@ class Plan:
         room = self.in_blocks(max(self.device_tokens, self.max_model_len))
         return {
             "dtype": self.shape.dtype if self.shape else "auto",
-            "load_format": self.shape.load_format if self.shape else "auto",
+            "load_format": "auto" if self.exact or self.shape is None else "dummy",
             "block_size": self.block_size,
             "max_model_len": self.max_model_len,
             "num_gpu_blocks_override": room // self.block_size + 1,  # vLLM's null block
