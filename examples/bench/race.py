@@ -2,8 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -56,26 +55,16 @@ class Race(Generic[C]):
     ) -> None:
         """``on_step`` gets the name of every step before it begins."""
         self._on_step = on_step
-        self.step = ""
-        """The work under way, which a failure is reported with."""
+        self._step = ""
         self.failures = results.failures
         self._all = list(contenders)
         self._num_rounds = 0
 
     def begin(self, step: str) -> None:
         """Go on to another step."""
-        if step != self.step:
-            self.step = step
+        if step != self._step:
+            self._step = step
             self._on_step(step)
-
-    @contextmanager
-    def attempt(self, name: str) -> Iterator[None]:
-        """Put the contender out of the race if the block raises."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever one fails with, the others can run
-            traceback.print_exc()
-            self.failures[name] = f"{self.step}: {type(error).__name__}: {error}"
 
     def run(
         self, step: str, do: Callable[[C], T], names: Collection[str] | None = None
@@ -92,8 +81,11 @@ class Race(Generic[C]):
         first = self._num_rounds % len(contenders)
         self._num_rounds += 1
         for contender in (*contenders[first:], *contenders[:first]):
-            with self.attempt(contender.name):
+            try:
                 results[contender.name] = do(contender)
+            except Exception as error:  # noqa: BLE001 - whatever it fails with, the others can run
+                traceback.print_exc()
+                self.failures[contender.name] = f"{step}: {type(error).__name__}: {error}"
         return {each.name: results[each.name] for each in contenders if each.name in results}
 
 

@@ -29,16 +29,12 @@ def run(results: Results, on_step: Callable[[str], None]) -> None:
     A contender that fails is not measured any further; the others are.
     """
     plan, device = results.plan, torch.device("cuda", torch.cuda.current_device())
-    ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
-    race = Race[Contender]([PlainTorch(), *ours], results, on_step)
 
     def measure_all(jobs: Mapping[str, Job], rows: Mapping[str, Row], contender: Contender) -> None:
         """Add the contender's cell of each way."""
         size = next(iter(jobs.values())).size
-        race.step = size_text(size)
         with contender.opened(arena, size):
             for way, job in jobs.items():
-                race.step = f"{size_text(size)}, {way}"
                 cell = measure(contender, arena, job, plan.repeats)
                 rows[way].contenders[contender.name] = cell
                 if cell.fault:
@@ -47,11 +43,12 @@ def run(results: Results, on_step: Callable[[str], None]) -> None:
     # Its own backend pins the pools once for all sizes and paths.
     with closing(CudaBackend("dma")) as memory:
         arena = Arena(plan.scale * plan.pool_bytes, device, memory.allocate_host)
-        race.begin(PEAK)
         peaks = {way: Row(way, 0, 0) for way in WAYS}
-        with race.attempt(PEAK):
-            jobs = {way: make_job(way, max(plan.sizes), plan, scattered=False) for way in WAYS}
-            measure_all(jobs, peaks, ContiguousCopy())
+        jobs = {way: make_job(way, max(plan.sizes), plan, scattered=False) for way in WAYS}
+        peak = Race[Contender]([ContiguousCopy()], results, on_step)
+        peak.run(PEAK, partial(measure_all, jobs, peaks))
+        ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
+        race = Race[Contender]([PlainTorch(), *ours], results, on_step)
         for size in plan.sizes:
             jobs = {way: make_job(way, size, plan) for way in WAYS}
             rows = {

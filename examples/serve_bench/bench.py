@@ -191,7 +191,6 @@ class Bench:
         if start.folder is not None:
             contender = contender.with_files(Path(start.folder))
         if self.endpoint is not None:
-            start = Start(is_warm=True)
             asyncio.run(play_over_http(self.endpoint, model, self.plan, start, on_event))
         elif self.plan.transport == "http":
             with self._serving(contender, model, log) as server:

@@ -101,8 +101,6 @@ class RequestLost(Exception):
 class Start:
     """What an engine begins with."""
 
-    is_warm: bool = False
-    """It needs no warm-up."""
     folder: str | None = None
     """Of its files, which outlive it; None: it has none."""
     again: bool = False

@@ -43,7 +43,7 @@ async def play(client: Client) -> None:
     """
     plan, start, report = client.plan, client.start, client.report
     report({"phase": WARMING_UP})
-    if not start.is_warm:
+    if plan.url is None:  # a server that runs already is warm
         await _warm_up(client)
     for repeat in range(plan.repeats):
         client.repeat = repeat
