@@ -1,5 +1,6 @@
 """Watch: what an engine's requests find, what is computed again and why, and how long they wait."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,12 @@ class Watch:
         before tells."""
         self._engine = engine
         self._is_later = is_later
-        self._num_prompt_tokens = 0
+        self._tokens: Counter[str] = Counter()
+        """Those of Outcome."""
         self._accesses: list[Access] = []
         self._seen: set[bytes] = set()
         self._unstored: set[bytes] = set()
         """Hashes that left the device when the tier did not have them."""
-        self._num_unstored = self._num_evicted = 0
-        """Blocks that were computed again."""
-        self._hits: list[Hit] = []
         self._waits: dict[bool, list[Wait]] = {False: [], True: []}
         """By whether it is a later turn's."""
         self._first: int | None = None
@@ -56,17 +55,17 @@ class Watch:
     def outcome(self) -> Outcome:
         """What was counted until now, when all requests are answered. Raises ValueError if there
         was nothing to count."""
-        if not self._hits:
+        if not any(self._waits.values()):
             raise ValueError("no request came after the warm-up: ask for fewer")
         accesses, shape = self._accesses, self._engine.shape
         first = len(accesses) if self._first is None else self._first
         num_blocks = shape.device_blocks + shape.host_blocks - 2  # without vLLM's null blocks
         return Outcome(
-            prompt=self._num_prompt_tokens,
-            device=sum(hit.device for hit in self._hits),
-            host=sum(hit.host for hit in self._hits),
-            unstored=self._num_unstored * BLOCK_SIZE,
-            evicted=self._num_evicted * BLOCK_SIZE,
+            prompt=self._tokens["prompt"],
+            device=self._tokens["device"],
+            host=self._tokens["host"],
+            unstored=self._tokens["unstored"],
+            evicted=self._tokens["evicted"],
             lru=lru_hits(accesses, num_blocks, first) * BLOCK_SIZE,
             optimal=optimal_hits(accesses, num_blocks, first) * BLOCK_SIZE,
             first_turns=(tuple(self._waits[False]),),
@@ -97,10 +96,7 @@ class Watch:
         num_seen = sum(block in self._seen for block in blocks)
         for block in blocks[(hit.device + hit.host) // BLOCK_SIZE :]:
             if block in self._seen and counts:
-                if block in self._unstored:
-                    self._num_unstored += 1
-                else:
-                    self._num_evicted += 1
+                self._tokens["unstored" if block in self._unstored else "evicted"] += BLOCK_SIZE
             self._unstored.discard(block)
         self._seen.update(blocks)
         if not counts:
@@ -109,8 +105,7 @@ class Watch:
         self._count(request, hit, is_later, len(blocks) * BLOCK_SIZE)
 
     def _count(self, request: "Request", hit: Hit, is_later: bool, num_tokens: int) -> None:
-        self._hits.append(hit)
-        self._num_prompt_tokens += num_tokens
+        self._tokens.update(prompt=num_tokens, device=hit.device, host=hit.host)
         self._waits[is_later].append(self._engine.waits[request.request_id])
 
     def _evict(self, evict: Callable[[Any], bool], block: Any) -> bool:
