@@ -16,15 +16,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from examples.bench.child import failure, how_ended, start, stop
+from examples.bench.child import STOP_SECONDS, failure, how_ended, start, stop
 from examples.bench.command import RunFailed
 
 HOST = "127.0.0.1"
 START_SECONDS = 600.0
 """A large model takes minutes to load and to compile."""
 RESET_SECONDS = 60.0
-STOP_SECONDS = 30.0
-"""A server may take this long to end before it is killed."""
 COMMAND = (sys.executable, "-m", "examples.vllm_command", "serve")
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 60.0
@@ -123,16 +121,12 @@ class Server(Endpoint):
         except BaseException:
             # vLLM's server may not react to SIGTERM for a minute while it starts, so its engine
             # gets the signal as well, and little time is given.
-            self._stop(STOP_SECONDS / 6, group=True)
+            stop(self.process, STOP_SECONDS / 6, group=True)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop(STOP_SECONDS, group=False)
-
-    def _stop(self, seconds: float, *, group: bool) -> None:
-        stop(self.process, seconds, group=group)
-        self.ended.result()
+        stop(self.process)
 
     def check(self) -> None:
         """Raise RunFailed if the process has ended."""

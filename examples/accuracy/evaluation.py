@@ -24,7 +24,6 @@ CACHE = "datasets"
 """lm_eval's copy of our data, which is removed afterwards."""
 
 REQUEST_SECONDS = 600
-STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def evaluate(
     try:
         code = process.wait()
     finally:
-        stop(process, STOP_SECONDS)
+        stop(process)
         shutil.rmtree(folder / CACHE, ignore_errors=True)
     if code != 0:
         with suppress(TimeoutError):

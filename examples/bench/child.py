@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 """The directory that holds the packages ``examples`` and ``simple_offload``."""
 _LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 30.0
 """A process may take this long to end before it is killed."""
 TAIL_LINES = 30
 
