@@ -16,7 +16,7 @@ from rich.console import Console
 from examples.accuracy.evaluation import OUR_TASK, evaluate, find_python
 from examples.accuracy.language import LONGEST, make_questions, write_questions
 from examples.accuracy.results import METRICS, Outcome, Pass, outcome_table, verdict
-from examples.bench.arguments import BenchParser, exit_codes, size, whole
+from examples.bench.arguments import BenchParser, size, whole
 from examples.bench.child import engine_environment
 from examples.bench.command import BAD_RESULT, Show, exit_code_of, lines, print_lines, run_program
 from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
@@ -138,12 +138,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "Evaluates a model by lm_eval over `vllm serve`: without the connector, with it, and once "
         "more with it when the device's prefix cache has been emptied, so that prompts come from "
         "the host tier. PASSED if every answer is the same each time.",
-        exit_codes(
-            "PASSED",
-            "FAILED: an answer differs, or prompts were not found in the host tier, or the model "
-            "is not fit",
-            "a server or lm_eval failed",
-        ),
     )
     text = "a folder or a name that vLLM can download, may be repeated (default: both of ours)"
     parser.add_argument("--model", action="append", metavar="NAME", help=text)

@@ -14,6 +14,11 @@ from simple_offload.config import nearest, parse_size
 
 MAX_SEED = 2**32 - 1
 """numpy.random.RandomState takes no larger one."""
+EXIT_CODES = (
+    f"exit codes: 0 all is done, and good; {BAD_RESULT} a bad result, which the last lines name; "
+    f"{CANNOT_START} wrong usage, or this machine lacks something; {RUN_FAILED} a process or a "
+    f"contender failed; {INTERRUPTED} interrupted"
+)
 T = TypeVar("T")
 
 
@@ -51,10 +56,10 @@ def option(
 class BenchParser(Parser):
     """Options that several benchmarks take, each added in one way."""
 
-    def __init__(self, module: str, description: str, epilog: str) -> None:
+    def __init__(self, module: str, description: str) -> None:
         """``module`` is the benchmark's name below ``examples``."""
         super().__init__(
-            prog=f"python -m examples.{module}", description=description, epilog=epilog
+            prog=f"python -m examples.{module}", description=description, epilog=EXIT_CODES
         )
         folder = Path(f"{module.replace('_', '-')}-out")
         text = f"where all results and logs go (default: {folder})"
@@ -105,14 +110,6 @@ def changed(plan: T, arguments: argparse.Namespace) -> T:
         if name in options and value is not None
     }
     return replace(plan, **found)  # type: ignore[type-var]
-
-
-def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usage") -> str:
-    """For the end of the help."""
-    return (
-        f"exit codes: 0 {good}; {BAD_RESULT} {bad}; {CANNOT_START} {cannot_start}; "
-        f"{RUN_FAILED} {failed}; {INTERRUPTED} interrupted"
-    )
 
 
 def size(text: str) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from examples.bench.arguments import BenchParser, changed, exit_codes
+from examples.bench.arguments import BenchParser, changed
 from examples.bench.command import CannotStart, RunFailed, exit_code_of, run_program
 from examples.bench.race import run_race
 from examples.bench.results_file import NUMBERS, gpu, machine, prepare_output
@@ -23,12 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "copy_bench",
         "Scattered blocks between host memory and a CUDA device: their bandwidth by block size, "
         "way and path, beside plain torch and the peak of one contiguous copy.",
-        exit_codes(
-            "all measured, every byte right",
-            "a copy brought wrong bytes",
-            "a copy failed",
-            "wrong usage, or this machine lacks a CUDA device or a package",
-        ),
     )
     parser.add_plan(Plan())
     arguments = parser.parse_args(argv)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from examples.bench.arguments import BenchParser, changed, exit_codes
+from examples.bench.arguments import BenchParser, changed
 from examples.bench.command import CannotStart, exit_code_of, run_program
 from examples.bench.connectors import Contender
 from examples.bench.race import run_race
@@ -23,11 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Runs vLLM's scheduler, without engine or model, with one KV connector after another: "
         "time in the connector's hooks, what requests find, and how long they wait. Compare "
         "ratios: times hold on one machine only.",
-        exit_codes(
-            "measured",
-            "a connector did not load everything that it had stored",
-            "a connector failed",
-        ),
     )
     default = "cost and chat; with --traces traces"
     parser.add_names("--parts", "measurements", CONTENDERS_OF, default)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.bench.arguments import BenchParser, changed, exit_codes
+from examples.bench.arguments import BenchParser, changed
 from examples.bench.command import (
     BAD_RESULT,
     CannotStart,
@@ -108,16 +108,9 @@ def _parser() -> BenchParser:
         "serve_bench",
         "vLLM with one KV connector after another, and all with the same work: an engine in a "
         "process of its own, or `vllm serve` and its clients. Compare ratios: times hold on one "
-        "machine only.",
-        f"Conversations are those of the preset, or of a file as for vLLM's benchmarks/multi_turn/"
-        f"benchmark_serving_multi_turn.py. All prompts of a run are written to {CONVERSATIONS}, "
-        "which vLLM's script reads in turn.\n\n"
-        + exit_codes(
-            "measured",
-            "a request was lost, answers differ, a connector got no hits, or the client was slow",
-            "a process or a server failed",
-            "wrong usage, or the trace does not fit",
-        ),
+        "machine only. Conversations are those of the preset, or of a file as for vLLM's "
+        "benchmarks/multi_turn/benchmark_serving_multi_turn.py. All prompts of a run are written "
+        f"to {CONVERSATIONS}, which vLLM's script reads in turn.",
     )
     text = "model, sizes and conversations: see docs/benchmarks.md (default: cpu)"
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help=text)
