@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic_core import to_jsonable_python
+
 from examples.bench.command import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,8 +66,8 @@ def engine_environment(device: Device, scratch: Path, **extra: str) -> dict[str,
 
 
 def child_command(module: str, **arguments: Any) -> list[str]:
-    """The command line of a module that calls ``run_child``."""
-    return [sys.executable, "-m", module, json.dumps(arguments)]
+    """The command line of a module that calls ``run_child``. Arguments may be dataclasses."""
+    return [sys.executable, "-m", module, json.dumps(to_jsonable_python(arguments))]
 
 
 def start(

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,30 +163,24 @@ class Bench:
                 _drop_from_page_cache(Path(name))
 
     def _play(
-        self,
-        contender: Contender,
-        number: int,
-        model: str,
-        show: Show,
-        start: Start,
+        self, contender: Contender, number: int, model: str, show: Show, start: Start
     ) -> None:
         """One engine from its start to its end."""
         who = f"round {number}/{self.plan.rounds} {contender.name}{' again' * start.again}"
         log = self.output / f"{contender.name}-{number}{'-again' * start.again}.log"
-        phase, started, start_seconds = "starting", time.perf_counter(), 0.0
-        show(who, phase)
+        started, start_seconds = time.perf_counter(), 0.0
+        show(who, "starting")
 
         def on_event(event: Event) -> None:
-            nonlocal phase, start_seconds
+            nonlocal start_seconds
             if "measured" in event:
                 facts = {"round": number, "start_seconds": start_seconds}
                 self.runs[contender.name].append(facts | event["measured"])
                 self.save()
                 return
-            phase = event.get("phase", phase)
-            if phase == WARMING_UP and not start_seconds:
+            if event["phase"] == WARMING_UP:
                 start_seconds = time.perf_counter() - started
-            show(who, phase)
+            show(who, event["phase"])
 
         if start.folder is not None:
             contender = contender.with_files(Path(start.folder))
@@ -197,11 +191,7 @@ class Bench:
                 asyncio.run(play_over_http(server, MODEL, self.plan, start, on_event))
         else:
             command = child_command(
-                PLAY,
-                plan=asdict(self.plan),
-                start=asdict(start),
-                contender=asdict(contender),
-                model=model,
+                PLAY, plan=self.plan, start=start, contender=contender, model=model
             )
             with self._environment(contender, model) as environment:
                 listen(command, environment, log, on_event)
