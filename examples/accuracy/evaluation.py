@@ -78,7 +78,11 @@ def evaluate(
     options = ["--model", "local-completions", "--model_args"]
     options += [",".join(f"{key}={value}" for key, value in model.items())]
     options += ["--include_path", str(TASKS), "--log_samples", "--output_path", str(output)]
-    environment = _environment(folder, offline=offline)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if offline:
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment["HF_DATASETS_CACHE"] = str(folder / CACHE)
     process = start([*command, *options], environment, log, cwd=folder)
     # It would ask a dead server again and again, for minutes.
     server.ended.add_done_callback(lambda _: process.kill())
@@ -93,15 +97,6 @@ def evaluate(
         server.check()
         raise failure(f"lm_eval ended, {how_ended(code)}", log)
     return read_evaluation(output)
-
-
-def _environment(folder: Path, *, offline: bool) -> dict[str, str]:
-    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    variables["PYTHONUNBUFFERED"] = "1"
-    if offline:
-        variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        variables["HF_DATASETS_CACHE"] = str(folder / CACHE)
-    return variables
 
 
 def read_evaluation(output: Path) -> Evaluation:

@@ -58,6 +58,7 @@ def requests_by_agent(plan: Plan, num_agents: int) -> list[list[Request]]:
             f"scale: {plan.scale} does not divide the {trace.block_tokens} tokens of an id in "
             f"{plan.traces}"
         )
+    tokens_per_id = trace.block_tokens // plan.scale
     sessions = iter(sessions_in_order(trace, plan.seed))
     turns = [_turns(sessions, trace, plan) for _ in range(num_agents)]
     found: list[list[Request]] = [[] for _ in turns]
@@ -73,7 +74,6 @@ def requests_by_agent(plan: Plan, num_agents: int) -> list[list[Request]]:
         mine = found[agent]
         pause = min(turn.pause / plan.pause_scale, plan.max_pause) if mine else now
         answer_tokens = _answer_tokens(turn, plan)
-        tokens_per_id = trace.block_tokens // plan.scale
         place = (agent, len(mine))
         mine.append(Request(pause, opens, turn.ids, tokens_per_id, place, answer_tokens))
         num_found += 1

@@ -269,9 +269,11 @@ def plays(plan: Plan, *, again: bool = False) -> dict[str, Play]:
     ``again``: those of an engine over the files of the first."""
     found: dict[str, Play] = {}
     if again:
-        restarts: Mapping[str, Play] = {"restart": restart, "turns, restarted": turns}
-        kept = zip(("ttft", "turns"), restarts, strict=True)
-        return {name: restarts[name] for workload, name in kept if workload in plan.workloads}
+        if "ttft" in plan.workloads:
+            found["restart"] = restart
+        if "turns" in plan.workloads:
+            found["turns, restarted"] = turns
+        return found
     for workload in plan.workloads:
         if workload == "traces":
             found |= {
