@@ -31,20 +31,22 @@ _ANSWER_SECONDS = 60.0
 class Endpoint:
     """A server's HTTP endpoints."""
 
-    def __init__(self, url: str) -> None:
-        """``url``: http or https, without ``/v1``."""
+    def __init__(self, url: str, model: str = "") -> None:
+        """``url``: http or https, without ``/v1``. ``model``: the name under which it is served."""
         self.url = url.rstrip("/")
+        self.model = model
 
     def failure(self, text: str) -> RunFailed:
         """An error with ``text`` about the server."""
         return RunFailed(f"{self.url} {text}.")
 
-    def served_model(self) -> tuple[str, int | None]:
-        """The name of the first model, and the length of its longest request in tokens where the
+    def find_model(self) -> int | None:
+        """Ask for the first model. Returns the length of its longest request in tokens where the
         server tells it. Raises RunFailed if there is no model."""
         try:
             first = json.loads(self._request("GET", "/v1/models"))["data"][0]
-            return str(first["id"]), first.get("max_model_len")
+            self.model, longest = first["id"], first.get("max_model_len")
+            return None if longest is None else int(longest)
         except (ValueError, LookupError, TypeError) as error:
             raise self.failure(f"names no model at /v1/models ({error!r})") from None
 
@@ -102,7 +104,7 @@ class Server(Endpoint):
         if port is not None and not is_free(port):
             raise RunFailed(f"Port {port} of {HOST} is in use.")
         self.port = port or free_port()
-        super().__init__(f"http://{HOST}:{self.port}")
+        super().__init__(f"http://{HOST}:{self.port}", name)
         self.log = log
         address = ["--host", HOST, "--port", str(self.port), "--served-model-name", name]
         line = [*(command or COMMAND), str(model), *address, *arguments]

@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from examples.serve_bench.__main__ import parse
-from examples.serve_bench.bench import MODEL
 from examples.serve_bench.client import Start
 from examples.serve_bench.play import play_over_http
 from simple_offload.cli.screen import page
@@ -36,7 +35,7 @@ def main() -> None:
         bench, _ = parse(["--contenders", "ours", "--port", str(PORT), "--output", folder])
         bench.plan = replace(bench.plan, clients=CLIENTS, active=ACTIVE, host_bytes=HOST_BYTES)
         with bench.serve(print) as (server, _), ThreadPoolExecutor(1) as clients:
-            work = play_over_http(server, MODEL, bench.plan, Start(), print)
+            work = play_over_http(server, bench.plan, Start(), print)
             played = clients.submit(asyncio.run, work)
             views = follow(f"http://localhost:{PORT}/metrics", SECONDS)
             *_, last = takewhile(lambda _: not played.done(), views)

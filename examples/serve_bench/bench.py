@@ -75,14 +75,13 @@ class Bench:
         for contender in self.contenders:
             if contender.source is not None and plan.transport == "engine":
                 self._try_client(contender)
-        model = ""
         if self.endpoint is not None:
-            model, longest = self.endpoint.served_model()
+            longest = self.endpoint.find_model()
             self.plan = plan = replace(plan, longest_request=longest)
             if longest is not None and plan.longest > longest:
                 raise CannotStart(
-                    f"--url: {model!r} takes requests of up to {longest} tokens with their "
-                    f"answers, and the workloads have some of {plan.longest}"
+                    f"--url: {self.endpoint.model!r} takes requests of up to {longest} tokens with "
+                    f"their answers, and the workloads have some of {plan.longest}"
                 )
         if "traces" in plan.workloads:
             show("bench", "reading the trace")
@@ -91,7 +90,7 @@ class Bench:
         prepare_output(self.output, NUMBERS, CONVERSATIONS, PLOT)
         self._save_conversations()
         if self.endpoint is not None:
-            self._run_one(ENDPOINT, 1, model, show)
+            self._run_one(ENDPOINT, 1, "", show)
             return
         with self._model(show) as model:
             if plan.device == "cuda" and "ttft" in plan.workloads:
@@ -185,10 +184,10 @@ class Bench:
         if start.folder is not None:
             contender = contender.with_files(Path(start.folder))
         if self.endpoint is not None:
-            asyncio.run(play_over_http(self.endpoint, model, self.plan, start, on_event))
+            asyncio.run(play_over_http(self.endpoint, self.plan, start, on_event))
         elif self.plan.transport == "http":
             with self._serving(contender, model, log) as server:
-                asyncio.run(play_over_http(server, MODEL, self.plan, start, on_event))
+                asyncio.run(play_over_http(server, self.plan, start, on_event))
         else:
             command = child_command(
                 PLAY, plan=self.plan, start=start, contender=contender, model=model

@@ -258,16 +258,13 @@ class HttpClient(Client):
         self,
         session: aiohttp.ClientSession,
         server: Endpoint,
-        model: str,
         plan: Plan,
         start: Start,
         report: Report,
     ) -> None:
-        """``model``: the name under which it is served."""
         super().__init__(plan, start, report)
         self._session = session
         self._server = server
-        self._model = model
 
     def samples(self) -> Iterable[Sample]:
         return self._server.samples()
@@ -283,7 +280,7 @@ class HttpClient(Client):
         self, reply: Reply, prompt: Sequence[int], on_token: Callable[[], None]
     ) -> int:
         body = {
-            "model": self._model,
+            "model": self._server.model,
             "prompt": prompt,
             "max_tokens": reply.answer_tokens,
             "temperature": 0,

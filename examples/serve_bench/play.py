@@ -78,16 +78,14 @@ async def play(client: Client) -> None:
         await _write_files(client, Path(start.folder))
 
 
-async def play_over_http(
-    server: Endpoint, model: str, plan: Plan, start: Start, report: Report
-) -> None:
-    """``play`` with a server, which serves ``model``."""
+async def play_over_http(server: Endpoint, plan: Plan, start: Start, report: Report) -> None:
+    """``play`` with a server."""
     # Without aiohttp's own limits. A connection that was idle is closed before the server closes
     # it, after 5 seconds (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on it would be lost.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await play(HttpClient(session, server, model, plan, start, report))
+        await play(HttpClient(session, server, plan, start, report))
 
 
 def run(arguments: dict[str, Any], report: Report) -> None:
