@@ -1,7 +1,7 @@
 """What several runs of the same work come to; tables of results."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -76,6 +76,9 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: median(run[name] for run in runs if name in run) for name in names}
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of an ascending sequence lies."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def spread(values: Iterable[float], *shares: int) -> dict[str, float]:
+    """The mean, the values below which so many percent of all lie, and the worst."""
+    ordered = sorted(values)
+    places = {f"p{share}": int(share / 100 * len(ordered)) for share in shares}
+    below = {name: ordered[place] for name, place in places.items()}
+    return {"mean": fmean(ordered), **below, "worst": ordered[-1]}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from examples.bench.race import RaceResults
 from examples.bench.tables import Row as Cells
-from examples.bench.tables import make_table, percentile, with_ratio
+from examples.bench.tables import make_table, spread, with_ratio
 from examples.scheduler_bench.engine import Wait
 from examples.scheduler_bench.plan import Plan
 
@@ -51,16 +51,13 @@ def figures(waits: Waits) -> dict[str, float]:
     if not runs:
         return {}
     requests = list(chain.from_iterable(waits))
-    every = sorted(chain.from_iterable(runs))
+    every = list(chain.from_iterable(runs))
     means = [fmean(run) for run in runs]
     worst = [run[-1] for run in runs]
     passed = [wait.num_passed for wait in requests]
     return {
         "requests": len(every),
-        "mean": fmean(every),
-        "p50": percentile(every, 0.5),
-        "p99": percentile(every, 0.99),
-        "worst": every[-1],
+        **spread(every, 50, 99),
         "until_blocks": fmean(wait.got_blocks - wait.came for wait in requests),
         "load": fmean(wait.began - wait.got_blocks for wait in requests),
         "compute": fmean(wait.answered - wait.began for wait in requests),

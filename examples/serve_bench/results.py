@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from rich.table import Table
 
 from examples.bench.connectors import Contender
-from examples.bench.tables import Row, cells_with_ratios, make_table, medians, percentile
+from examples.bench.tables import Row, cells_with_ratios, make_table, medians, spread
 from examples.serve_bench.client import SOURCES, Reply
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.workloads import DEVICE_HIT, FIRST_TURN, HOST_HIT, LATER_TURNS, plays
@@ -84,13 +84,7 @@ def ttft_of(replies: Sequence[Reply]) -> Times:
         found[LATER_TURNS] = [reply.ttft for reply in replies if reply.kind != FIRST_TURN]
     for kind in dict.fromkeys(reply.kind for reply in replies):
         found[kind] = [reply.ttft for reply in replies if reply.kind == kind]
-    return {kind: _statistics(values) for kind, values in found.items() if values}
-
-
-def _statistics(values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    tail = {f"p{share}": percentile(ordered, share / 100) for share in (50, 90, 99)}
-    return {"mean": fmean(ordered), **tail, "worst": ordered[-1]}
+    return {kind: spread(values, 50, 90, 99) for kind, values in found.items() if values}
 
 
 def numbers_of(
@@ -103,8 +97,8 @@ def numbers_of(
     not report its loads, they are computed from its hits.
     """
     numbers: dict[str, float] = {"requests": len(replies), **found, **counted}
-    if tpot := sorted(reply.tpot for reply in replies if reply.tpot is not None):
-        numbers |= {"tpot_mean": fmean(tpot), "tpot_p99": percentile(tpot, 0.99)}
+    if tpot := [reply.tpot for reply in replies if reply.tpot is not None]:
+        numbers |= {f"tpot_{name}": value for name, value in spread(tpot, 99).items()}
     if "seconds" in found:
         numbers |= _throughput(replies, found["seconds"])
     by_source = {name: counted.get(name, 0.0) for name in SOURCES.values()}

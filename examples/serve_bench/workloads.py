@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
 
-from examples.bench.tables import percentile
+from examples.bench.tables import spread
 from examples.serve_bench.agents import Request, new_tokens, requests_by_agent
 from examples.serve_bench.client import SOURCES, Client, Reply
 from examples.serve_bench.conversations import Conversation
@@ -245,18 +245,15 @@ async def _beside_decodes(
     since = client.elapsed()
     for number, prompt in enumerate(prompts):
         await client.ask(kind, f"{workload} {number}", prompt, plan.first_tokens)
-    gaps = sorted(
+    gaps = [
         after - before
         for reply in await asyncio.gather(*decodes)
         for before, after in pairwise(reply.arrivals)
         if reply.at + before >= since
-    )
+    ]
     if not gaps:  # all had ended before
         return {}
-    return {
-        f"gap_{name}": percentile(gaps, share)
-        for name, share in (("p50", 0.5), ("p99", 0.99), ("worst", 1.0))
-    }
+    return {f"gap_{name}": value for name, value in spread(gaps, 50, 99).items()}
 
 
 _PLAYS: Mapping[str, Play] = {

@@ -12,7 +12,7 @@ from examples.accuracy.__main__ import MODELS
 from examples.bench.command import CANNOT_START, CannotStart
 from examples.bench.race import Race, RaceResults
 from examples.bench.results_file import prepare_output
-from examples.bench.tables import cells_with_ratios, medians, percentile
+from examples.bench.tables import cells_with_ratios, medians, spread
 from simple_offload.config import ConfigError
 
 
@@ -108,9 +108,9 @@ def test_contenders_take_turns_at_being_first_until_one_fails() -> None:
 
 def test_medians_are_over_the_runs_that_have_the_number() -> None:
     assert medians([{"a": 3, "b": 1}, {"a": 1}, {"a": 8}]) == {"a": 3, "b": 1}
-    ordered = [float(value) for value in range(1, 101)]
-    assert [percentile(ordered, share) for share in (0.5, 0.99, 1.0)] == [51, 100, 100]
-    assert percentile([3.0], 0.5) == 3
+    found = spread(range(100, 0, -1), 50, 99)
+    assert found == {"mean": 50.5, "p50": 51, "p99": 100, "worst": 100}
+    assert spread([3.0], 50) == {"mean": 3, "p50": 3, "worst": 3}
 
 
 def test_ratios_are_to_the_first() -> None:
