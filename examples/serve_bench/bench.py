@@ -42,6 +42,7 @@ MODEL = "bench"
 ENDPOINT = Contender("endpoint")
 """A server that the bench did not start."""
 COPY_SECONDS = 120
+"""The longest time of the copy that is measured, with the imports of its process."""
 
 
 class Bench:
