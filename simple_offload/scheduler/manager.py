@@ -1,5 +1,6 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,13 +255,15 @@ class OffloadScheduler:
     def _before_device_reset(self) -> None:
         """vLLM is about to reset the device's cache, which needs all blocks free. If nothing but
         this connector has some, give them up: those of requests that are parked and ready, and,
-        unless the tier keeps its contents, those of stores."""
+        unless the tier keeps its contents, those of stores. Running requests, and loads that were
+        announced early, may have references to the same blocks."""
         held: list[KVCacheBlock] = []
         if not self.config.keep_on_device_reset:
             held = self._stores.device_blocks
-        num_ours = len(self._parked.block_ids.union(block.block_id for block in held))
+        ours = Counter(block.block_id for block in (*self._parked.device_blocks, *held))
         pool = self._device_pool
-        if num_ours == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks():
+        num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        if len(ours) == num_used and all(pool.blocks[i].ref_cnt == ours[i] for i in ours):
             self._gate.give_back()
             if held:
                 self._drop_stores()

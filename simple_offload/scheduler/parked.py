@@ -8,6 +8,7 @@ from simple_offload import vllm_compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -68,11 +69,11 @@ class Parked:
         return self._num_needed + num_blocks <= self._num_device_blocks
 
     @property
-    def block_ids(self) -> set[int]:
-        """The device blocks of requests that are ready."""
+    def device_blocks(self) -> list["KVCacheBlock"]:
+        """The device blocks of requests that are ready, one for each reference."""
         tables = [self._kv_cache_manager.get_blocks(each).blocks for each in self._ready]
         blocks = [block for table in tables for of_group in table for block in of_group]
-        return {block.block_id for block in blocks if not block.is_null}
+        return [block for block in blocks if not block.is_null]
 
     def add(self, request: "Request") -> None:
         """vLLM has given the request blocks for a load."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 
@@ -76,6 +77,36 @@ def test_a_pause_that_keeps_a_loading_request_clears_both_caches(
     vllm.set_pause_state(PauseState.UNPAUSED)
     driver.run()
     assert driver.world.num_blocks_loaded == 4
+
+
+def test_a_reset_that_fails_for_an_announced_load_changes_nothing(drive: MakeDriver) -> None:
+    """vLLM pauses between the announcement and the end of the load, which holds its blocks."""
+    driver = loading(drive, keeps_on_reset=False)
+    vllm = driver.world.scheduler
+    vllm.set_pause_state(PauseState.PAUSED_ALL)
+    driver.announce(LOAD)
+    driver.step(2)
+    held = driver.num_held
+    assert not vllm.reset_prefix_cache()
+    assert driver.num_held == held
+    vllm.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.world.ledger(metrics.PROMPT_TOKENS, "host") == 16
+
+
+def test_a_reset_that_fails_for_a_running_request_changes_nothing(drive: MakeDriver) -> None:
+    """All of its blocks are being stored too."""
+    driver = drive(keeps_on_reset=False)
+    vllm = driver.world.scheduler
+    driver.start("a", prompt(16), max_tokens=3)
+    driver.step()
+    vllm.set_pause_state(PauseState.PAUSED_ALL)
+    driver.step()
+    assert driver.pending(STORE)
+    assert not vllm.reset_prefix_cache()
+    vllm.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.num_kept == 4
 
 
 def test_new_weights_are_not_told_to_the_tier(drive: MakeDriver) -> None:
