@@ -109,7 +109,7 @@ def check_stored(event: dict[str, Any]) -> None:
     window = event.get("kv_cache_spec_sliding_window")
     assert (window is not None) == event["kv_cache_spec_kind"].startswith("sliding_window")
     adapter = (event["lora_id"], event["lora_name"])
-    assert adapter in ((None, None), (3, "poet"))
+    assert adapter in ((None, None), (1, "poet"))
 
 
 def check_place(event: dict[str, Any]) -> None:

@@ -6,17 +6,12 @@ from typing import Any
 import pytest
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, AllBlocksCleared, BlockStored
-from vllm.lora.request import LoRARequest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request
 
 from simple_offload.connector import SimpleCPUOffloadConnector
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import STORE, Driver, make_request, prompt
+from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import BLOCK_SIZE
-from tests.simulation.identity import Story
-from tests.simulation.router import LORA_PATH
+from tests.simulation.inputs import ADAPTERS
 from tests.simulation.world import World
 
 PROMPT = prompt(3 * BLOCK_SIZE)
@@ -57,23 +52,8 @@ class Listener:
 
 
 def start(driver: Driver, request_id: str, tokens: list[int], session: str) -> None:
-    """Start a request with a salt and a session, and with an adapter where a hash covers a block:
-    the router knows no other adapters."""
-    shape = driver.world.shape
-    request = Request(
-        request_id=request_id,
-        prompt_token_ids=tokens,
-        sampling_params=make_request("", [1], max_tokens=1).sampling_params,
-        pooling_params=None,
-        lora_request=None if shape.match_unit else LoRARequest("poet", 3, LORA_PATH),
-        cache_salt="red",
-        session_id=session,
-        block_hasher=get_request_block_hasher(shape.hash_size, sha256),
-    )
-    driver.world.stories[request_id] = Story(tokens, 1, "red", 0)
-    driver.world.requests[request_id] = request
-    driver.world._ever.append(request)
-    driver.world.scheduler.add_request(request)
+    """Start a request with a salt, an adapter and a session."""
+    driver.world.add_request(request_id, tokens, 1, "red", 0, None, session, adapter=ADAPTERS[0])
 
 
 @pytest.mark.parametrize(

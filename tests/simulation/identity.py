@@ -1,10 +1,11 @@
 """The contents of each KV slot: the exact identity of the tokens that it stands for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 Identities = npt.NDArray[np.uint64]
 
@@ -62,19 +63,25 @@ class Story:
         epoch: int,
         num_beyond: int = 1,
         num_stop_tokens: int = 0,
+        pictures: Iterable[MultiModalFeatureSpec] = (),
     ) -> None:
         """``num_beyond``: tokens beyond the answer, for drafts and for steps that sample one too
-        many (async scheduling). ``num_stop_tokens``: of ``Shape``."""
+        many (async scheduling). ``num_stop_tokens``: of ``Shape``. ``pictures``: what the model
+        sees at their places."""
         self.num_prompt_tokens = len(prompt)
         self.num_output_tokens = num_output_tokens
         self.epoch = epoch
         self.tokens = list(prompt)
+        seen: dict[int, int] = {}
+        for picture in pictures:
+            place, content = picture.mm_position, root(picture.identifier, 0)
+            seen |= {place.offset + part: extend(content, part) for part in range(place.length)}
         identities = []
         value = root(salt, epoch)
         for position in range(len(prompt) + num_output_tokens + num_beyond):
             if position == len(self.tokens):
                 self.tokens.append(value % NUM_TOKENS)
-            value = extend(value, self.tokens[position])
+            value = extend(value, seen.get(position, self.tokens[position]))
             identities.append(value)
         self.identities: Identities = np.array(identities, dtype=np.uint64)
         self._num_stop_tokens = num_stop_tokens

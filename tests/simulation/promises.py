@@ -190,7 +190,9 @@ class FoundOnDevice:
         self._num_taken = 0
 
     def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, *rest: Any) -> None:
-        if self._scheduler.groups.num_sub_blocks == 1 and wishes.wants_storing(request):
+        begins = request.num_computed_tokens == 0  # a session that goes on finds nothing
+        is_watched = begins and self._scheduler.groups.num_sub_blocks == 1
+        if is_watched and wishes.wants_storing(request):
             bypassed = integrity.bypassed(self._scheduler)
             table = [block for of_group in blocks.blocks for block in of_group]
             keys = [b.block_hash for b in table if b.block_hash == bypassed.get(b.block_id)]

@@ -69,20 +69,36 @@ class Router:
         assert event.kv_cache_spec_kind, event
         parent: Any = event.parent_block_hash
         for index, block_hash in enumerate(hashes):
-            extra = event.extra_keys[index]
-            keys = tuple(_tagged(each, event.lora_name) for each in extra) if extra else None
-            end = (index + 1) * size
-            for start in range(index * size, end, self._hash_size):
-                tokens = event.token_ids[start : start + self._hash_size]
-                parent = hash_block_tokens(sha256, parent, tokens, keys)
-                keys = None  # only the first block's hash covers a salt
-            assert parent == block_hash, f"{event}: block {index} has another hash"
+            extra = event.extra_keys[index] or ()
+            for start in range(0, size, self._hash_size):
+                first, end = index * size + start, start + self._hash_size
+                keys = [_key(each, event.lora_name, start, end) for each in extra]
+                found = tuple(key for key in keys if key) or None
+                tokens = event.token_ids[first : first + self._hash_size]
+                parent = hash_block_tokens(sha256, parent, tokens, found)
+            # A hash of a block's embeddings does not tell those of its parts.
+            is_known = size == self._hash_size or not any(isinstance(each, bytes) for each in extra)
+            assert parent == block_hash or not is_known, f"{event}: block {index} has another hash"
+            parent = block_hash
 
 
-def _tagged(extra: Any, lora_name: str | None) -> Any:
-    """An extra key of an event as vLLM hashes it: from 0.31 on with a tag."""
-    if vllm_version() < (0, 31):
-        return extra
+def _key(extra: Any, lora_name: str | None, start: int, end: int) -> Any:
+    """An extra key of an event, as vLLM hashes it with tokens ``start`` to ``end`` of the block:
+    from 0.31 on with a tag. None: not with these."""
+    key: tuple[Any, ...]
     if isinstance(extra, tuple):
-        return ("mm", *extra)
-    return ("lora", extra, LORA_PATH) if extra == lora_name else ("cache_salt", extra)
+        content, offset = extra
+        if not start - int(content.split()[1]) < offset < end:
+            return None
+        key = "mm", content, offset - start
+    elif isinstance(extra, bytes):
+        key = "prompt_embeds", extra
+    elif extra == lora_name:
+        key = "lora", extra, LORA_PATH
+    elif start == 0:
+        key = "cache_salt", extra
+    else:
+        return None
+    if vllm_version() >= (0, 31):
+        return key
+    return key[1:] if isinstance(extra, tuple) else extra

@@ -15,6 +15,7 @@ from tests.simulation import integrity, wishes
 from tests.simulation.checks import COMPLETE
 from tests.simulation.groups import PLAIN, Kind
 from tests.simulation.identity import NUM_TOKENS
+from tests.simulation.inputs import ADAPTERS, LONGEST_PICTURE, PICTURE, pictures_in
 from tests.simulation.runner import Violation
 from tests.simulation.second_tier import DiskFaults
 from tests.simulation.shape import SAYS_REPLICAS, Shape
@@ -125,10 +126,18 @@ STREAMS: dict[str, dict[str, Any]] = {
         "watermark": (0.0, 0.0, 0.1),
         "reserves_prompts": 0.7,
     },
+    "prefills": {"chunked_prefill": 0.5},
+    "inputs": {
+        "pictures": (0.0, 0.0, 0.5),
+        "whole_pictures": 0.3,
+        "max_loras": (0, 0, 1, 2),
+        "embeddings": (0.0, 0.0, 0.3),
+    },
     # Without KV events, less is known of the device's blocks.
     "events": {"kv_events": 0.5},
     "wishes": {"wishes": (0.0, 0.0, 0.3, 0.9)},
     "stream": {"stream": (False, True)},
+    "several sessions": {"max_sessions": (1, 2, 4)},
     # vLLM's states in which a request holds blocks, or waits, and does not run.
     "states": {
         "sessions": (0.0, 0.0, 0.2, 0.6),
@@ -180,8 +189,15 @@ class Script:
     unread: float = 0.0
     """Probability that a request reads no prefix cache, as one for a prompt's logprobs."""
     sessions: float = 0.0
-    """Probability that a request is a streaming-input session, if there is none yet. Two could
-    bring vLLM itself to a standstill. And if the model has nothing but attention."""
+    """Probability that a request is a streaming-input session, if ``max_sessions`` are not there
+    yet, and if the model has nothing but attention."""
+    max_sessions: int = 1
+    """The most of them at once. Fewer, if the device has no room for their longest inputs together:
+    vLLM itself would come to a standstill."""
+    pictures: float = 0.0
+    """Probability that a piece of a prompt has a place for a picture."""
+    embeddings: float = 0.0
+    """Probability that a prompt comes as embeddings, if it has no pictures."""
     grammars: float = 0.0
     """Probability that a request waits for a grammar."""
     pauses: float = 0.0
@@ -253,11 +269,24 @@ class Script:
             changes |= {"match_unit": None, "context_parallel": False} if is_old else {}
         if shape.replay_window:
             changes |= {"replay_window": 0} if is_old else {"v2_runner": True}
-        if shape.priority:
+        if shape.priority and (self.resets or self.faults.thread_death):
             # A request that is preempted in the step that has scheduled it leaves blocks that vLLM
             # finds and nothing has computed (vllm#57580): seldom, unless prompts come in parts. A
             # tier that is switched off leaves them to vLLM.
             changes |= {"long_prefill": 0}
+        if shape.second_tier:
+            changes |= {"max_loras": 0}
+        elif shape.max_loras and (
+            self.pictures or shape.num_states or shape.num_drafted or shape.num_stages > 1
+        ):
+            # Where a running request may have no tokens in a step, vLLM admits one with another
+            # adapter, and stops.
+            changes |= {"max_loras": len(ADAPTERS)}
+        if shape.num_states or shape.max_num_batched_tokens < shape.max_model_len:
+            changes |= {"chunked_prefill": True}
+        if shape.num_states or shape.draft:
+            # With a drafter, a prefill may stand still before a picture that does not fit a step.
+            changes |= {"whole_pictures": False}
         return self.varied(**changes)
 
     def varied(self, **changes: Any) -> "Script":
@@ -423,6 +452,7 @@ class Play:
             rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)
         self._wishes_rng = random.Random(f"{script.seed}: of requests")
+        self._inputs_rng = random.Random(f"{script.seed}: of inputs")
         self._num_added = 0
         self._epoch = 0
         self._families = [self._prompt(8, 40) for _ in range(4)]
@@ -436,7 +466,11 @@ class Play:
         self._states_rng = random.Random(f"{script.seed}: of states")
         self._readers_rng = random.Random(f"{script.seed}: of readers")
         self._pause_left = 0
-        self._has_sessions = script.sessions > 0 and script.shape.allows_sessions
+        shape = script.shape
+        longest = (shape.max_model_len // shape.block_size + 1) * len(shape.groups)
+        self._max_sessions = 0
+        if script.sessions and shape.allows_sessions:
+            self._max_sessions = min(script.max_sessions, shape.num_device_blocks // longest) or 1
 
     def run(self) -> Outcome:
         """Play the script. Raises Violation, or vLLM's own errors. Closes the world in any case."""
@@ -561,7 +595,7 @@ class Play:
             prompt = prompt[: max(1, len(prompt) // host_block_size) * host_block_size]
         if self.script.shape.match_unit is not None or num_sub_blocks > 1:
             self._prompts.append((prompt, salt))
-        rng = self._wishes_rng
+        rng, is_session = self._wishes_rng, self._is_session()
         self.world.add_request(
             request_id,
             prompt,
@@ -570,16 +604,29 @@ class Play:
             self._epoch,
             wishes=wishes.draw(rng) if rng.random() < self.script.wishes else None,
             session_id=rng.choice(wishes.SESSIONS) if self.script.wishes else None,
-            resumable=self._is_session(),
+            resumable=is_session,
             needs_grammar=self._states_rng.random() < self.script.grammars,
             reads_cache=self._readers_rng.random() >= self.script.unread,
+            **self._inputs(prompt, is_session),
         )
+
+    def _inputs(self, prompt: list[int], is_session: bool) -> dict[str, Any]:
+        """What a request has beside tokens, as keywords of ``World.add_request``."""
+        rng, script = self._inputs_rng, self.script
+        pictures = pictures_in(prompt, rng)
+        may_embed = not (pictures or is_session)
+        return {
+            "pictures": pictures,
+            "adapter": rng.choice([None, *ADAPTERS]) if script.shape.max_loras else None,
+            "as_embeddings": may_embed and rng.random() < script.embeddings,
+        }
 
     def _is_session(self) -> bool:
         """Whether the request that comes is a session."""
-        if not self._has_sessions or any(each.resumable for each in self.world.requests.values()):
-            return False
-        return self._states_rng.random() < self.script.sessions
+        num_sessions = sum(each.resumable for each in self.world.requests.values())
+        return (
+            num_sessions < self._max_sessions and self._states_rng.random() < self.script.sessions
+        )
 
     def _resume(self, session_id: str) -> None:
         """Maybe send more input to a session: mostly when it has answered. A session that has ended
@@ -594,7 +641,8 @@ class Play:
         most = self.script.shape.max_model_len - 1
         num_tokens = session.num_tokens + session.max_tokens + len(tokens) + max_tokens
         ends = self._weights_due or rng.random() < 0.2 or num_tokens > most
-        self.world.resume(session_id, [] if ends else tokens, max_tokens)
+        tokens = [] if ends else tokens
+        self.world.resume(session_id, tokens, max_tokens, pictures_in(tokens, self._inputs_rng))
 
     def _pause(self) -> None:
         """Maybe pause vLLM, or let it go on."""
@@ -676,7 +724,13 @@ class Play:
 
     def _prompt(self, least: int, most: int) -> list[int]:
         count = self._rng.randint(least, most) * self.script.stretch
-        return [self._rng.randrange(NUM_TOKENS) for _ in range(count)]
+        tokens = [self._rng.randrange(NUM_TOKENS) for _ in range(count)]
+        rng = self._inputs_rng
+        if rng.random() < self.script.pictures:
+            start = rng.randrange(count)
+            end = min(count, start + rng.randint(1, LONGEST_PICTURE))
+            tokens[start:end] = [PICTURE] * (end - start)
+        return tokens
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

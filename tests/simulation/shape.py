@@ -89,6 +89,12 @@ class Shape:
     """Share of the device's blocks that waiting requests leave to running ones."""
     reserves_prompts: bool = True
     """Whether a request starts only if there are blocks for its whole prompt (the default)."""
+    chunked_prefill: bool = True
+    """Whether a prompt may begin with a part in a step (the default)."""
+    whole_pictures: bool = False
+    """Whether a step computes no part of a picture, unless its beginning was found."""
+    max_loras: int = 0
+    """The most LoRA adapters in a step; 0: requests have none."""
     mixed_pages: bool = False
     match_unit: int | None = None
     lazy: bool | None = None

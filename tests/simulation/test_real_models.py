@@ -8,6 +8,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from simple_offload.vllm_compat import vllm_version
 from tests.conftest import daily
 from tests.simulation.device import layer_spec
+from tests.simulation.mutations.situations import TOKENS_ALONE
 from tests.simulation.real_models import REAL_MODELS, describe, plan_groups
 from tests.simulation.real_shape import RealShape, draw, has_intervals, real_config, shrunk_groups
 from tests.simulation.runner import Violation
@@ -142,7 +143,7 @@ def test_scripts_with_faults(name: str) -> None:
 @pytest.mark.parametrize(("name", "seed"), [("DeepSeek-V4", 5), ("Kimi-K3, MTP", 5)])
 def test_earlier_boundaries_are_released_beside_a_drafter(name: str, seed: int) -> None:
     """A hit reads one block more of the drafter's window, and no other state."""
-    play = Play(draw(seed, name, retention=0).without_faults())
+    play = Play(draw(seed, name, retention=0).without_faults().varied(**TOKENS_ALONE))
     play.run()
     assert play.world.releases.num_superseded > 0
 

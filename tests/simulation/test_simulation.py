@@ -17,6 +17,7 @@ from tests.simulation.mutations.situations import (
     OBJECTS,
     OVERLOAD,
     SAME_PROMPTS,
+    TOKENS_ALONE,
     USUAL_ENDS,
 )
 from tests.simulation.runner import Violation
@@ -112,7 +113,9 @@ def test_scripts_draw_combinations() -> None:
     assert {shape.retention for shape in shapes} == {0, None, 2}
     assert any(shape.retention_interval for shape in shapes)
     assert any(shape.v2_runner and shape.draft for shape in shapes)
-    assert any(shape.priority for shape in shapes)
+    assert any(shape.priority and shape.long_prefill for shape in shapes)
+    assert any(script.pictures and script.shape.whole_pictures for script in _SCRIPTS)
+    assert any(script.sessions and script.max_sessions > 1 for script in _SCRIPTS)
     assert any(s.num_stages > 1 and s.v2_runner and s.async_scheduling for s in shapes)
     assert any(shape.skips_store_hooks(0, 1) for shape in shapes)
     assert {shape.num_sub_blocks for shape in shapes} == {1, 2, 4}
@@ -154,7 +157,9 @@ def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
     ]
     num_blocks = 40 * len(drawn[0].shape.groups)
     changes = {"num_requests": 60, "num_device_blocks": num_blocks, "num_host_blocks": 200}
-    worlds = played(each.varied(**changes).with_sub_blocks(num_sub_blocks) for each in drawn)
+    worlds = played(
+        each.varied(**changes | TOKENS_ALONE).with_sub_blocks(num_sub_blocks) for each in drawn
+    )
     assert sum(world.num_begun_inside for world in worlds) > 0
     assert sum(world.num_ended_inside for world in worlds) > 0
 
@@ -192,6 +197,7 @@ def test_hashes_move_away_from_running_states() -> None:
     """No store of such a block is under way (``promises.MovedHashes``)."""
     model = {"windows": (0,), "num_states": 1, "match_unit": 2}
     changes = {"num_requests": 40, "arrivals": 0.9, "context_parallel": False, "second_tier": False}
+    changes |= TOKENS_ALONE
     scripts = [Script.draw(seed).with_model(**model).varied(**changes) for seed in range(30, 34)]
     worlds = played(script._allowed() for script in scripts)
     assert sum(world.moved.num_moved for world in worlds) > 10

@@ -3,6 +3,8 @@
 import os
 from functools import cache, lru_cache
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 from transformers import LlamaConfig
@@ -74,7 +76,8 @@ def make_vllm_config(
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_model_len=shape.max_model_len,
             is_encoder_decoder=False,
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=shape.chunked_prefill,
+            disable_chunked_mm_input=shape.whole_pictures,
             async_scheduling=shape.async_scheduling,
             disable_hybrid_kv_cache_manager=False,
             policy="priority" if shape.priority else "fcfs",
@@ -89,6 +92,8 @@ def make_vllm_config(
     shape.configure(config)
     config.scheduler_config.async_scheduling = shape.async_scheduling
     config.v2_runner = shape.v2_runner
+    if shape.max_loras:
+        config.lora_config = cast(Any, SimpleNamespace(max_loras=shape.max_loras))
     config.parallel_config.world_size = shape.num_ranks
     config.parallel_config.tensor_parallel_size = shape.tensor_parallel_size
     config.parallel_config.pipeline_parallel_size = shape.num_stages

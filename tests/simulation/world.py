@@ -1,7 +1,7 @@
 """World: one engine, stepped by hand."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,13 +9,17 @@ from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
+import torch
 from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     generate_scheduler_kv_cache_config,
@@ -109,6 +113,12 @@ class World:
                 hash_block_size=shape.hash_size,
                 log_stats=False,
             )
+        # As vLLM does for a model of pictures. But with a drafter, it would come to a standstill
+        # between two pictures, without room for two of each request.
+        budget = shape.max_num_batched_tokens
+        self.scheduler.max_num_encoder_input_tokens = budget
+        room = budget * 2 * shape.max_num_seqs if shape.draft else budget
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(room)
         self.connector = self.find_connector()
         self.router = Router(shape.hash_size)
         self.scheduler.kv_event_publisher = cast(Any, self.router)
@@ -336,16 +346,24 @@ class World:
         needs_grammar: bool = False,
         priority: int | None = None,
         reads_cache: bool = True,
+        pictures: Sequence[MultiModalFeatureSpec] = (),
+        adapter: LoRARequest | None = None,
+        as_embeddings: bool = False,
     ) -> None:
         """Hand a request to the scheduler. ``resumable``: more input may follow (``resume``).
-        ``needs_grammar``: it waits for ``compile_grammar``. ``reads_cache``: whether it may hit."""
+        ``needs_grammar``: it waits for ``compile_grammar``. ``reads_cache``: whether it may hit.
+        ``as_embeddings``: whether vLLM gets the embeddings of the prompt's tokens in their place.
+        """
         sampling = self._sampling(max_tokens)
         sampling.skip_reading_prefix_cache = not reads_cache
         if wishes is not None:
             sampling.extra_args = {"kv_transfer_params": {"simple_offload": wishes}}
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt,
+            prompt_token_ids=None if as_embeddings else prompt,
+            prompt_embeds=torch.tensor(prompt)[:, None] if as_embeddings else None,
+            mm_features=list(pictures),
+            lora_request=adapter,
             sampling_params=sampling,
             pooling_params=None,
             session_id=session_id,
@@ -354,19 +372,26 @@ class World:
             block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
             resumable=resumable,
         )
-        self._tell_story(request, epoch)
+        self._tell_story(request, prompt, epoch)
         self.requests[request_id] = request
         self._ever.append(request)
         if needs_grammar:
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.scheduler.add_request(request)
 
-    def resume(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
+    def resume(
+        self,
+        request_id: str,
+        tokens: list[int],
+        max_tokens: int,
+        pictures: Sequence[MultiModalFeatureSpec] = (),
+    ) -> None:
         """More input of a streaming-input session (vLLM's realtime API); none: its end. It may be
         computing or waiting."""
         more = Request(
             request_id=request_id,
             prompt_token_ids=tokens or [0],
+            mm_features=list(pictures),
             sampling_params=self._sampling(max_tokens),
             pooling_params=None,
             resumable=bool(tokens),
@@ -388,16 +413,17 @@ class World:
             if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 request.status = RequestStatus.WAITING
 
-    def _tell_story(self, request: Request, epoch: int) -> None:
+    def _tell_story(self, request: Request, prompt: list[int], epoch: int) -> None:
         num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
-        prompt = list(request.prompt_token_ids or ())
+        adapter = request.lora_request.lora_name if request.lora_request else ""
         self.stories[request.request_id] = Story(
             prompt,
             request.max_tokens,
-            request.cache_salt,
+            (request.cache_salt or "") + adapter,
             epoch,
             num_beyond,
             self.shape.num_stop_tokens,
+            request.mm_features,
         )
 
     def _tell_stories(self) -> None:
@@ -406,7 +432,7 @@ class World:
             story = self.stories[request_id]
             told = story.num_prompt_tokens, story.num_output_tokens
             if request.resumable and told != (request.num_prompt_tokens, request.max_tokens):
-                self._tell_story(request, story.epoch)
+                self._tell_story(request, list(request.prompt_token_ids or ()), story.epoch)
 
     def abort(self, request_id: str) -> None:
         """Abort a request."""

@@ -1,8 +1,8 @@
 """The host tier: the keys that it finds, the blocks that it keeps, and its growth."""
 
+from copy import copy
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
@@ -13,14 +13,19 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.tier.lookup import Lookup
 from simple_offload.worker.host_pool import HostPool
-from tests.simulation.mutations.registry import always, mutation
+from tests.simulation.mutations.registry import Mutation, always, mutation
 from tests.simulation.mutations.situations import (
+    ADAPTERS,
     COPIES,
+    EMBEDDINGS,
     FAILING_LOADS,
     GROWING,
+    ORDINARY,
+    PICTURES,
     RESETS,
     SMALL_TIER,
     SUB_BLOCKS,
+    Situation,
     engine,
 )
 from tests.simulation.world import World
@@ -52,40 +57,41 @@ let_heads_leave_before_tails = mutation(
 
 # Its keys
 
-_UNSALTED: dict[bytes, bytes] = {}
+_OF_TWINS: dict[bytes, bytes] = {}
 
 
-def note_salts(request: Request, hash_size: int) -> None:
-    """Remember what the request's hashes would be without its salt."""
-    twin = Request(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(hash_size, sha256),
+def note_twin(request: Request, hash_size: int, **changes: Any) -> None:
+    """Remember what the request's hashes would be with these ``changes``."""
+    twin = copy(request)
+    vars(twin).update(changes, block_hashes=[])
+    of_twin = get_request_block_hasher(hash_size, sha256)(twin)
+    _OF_TWINS.update(zip(request.block_hashes, of_twin, strict=True))
+
+
+def of_twins(hashes: Any) -> list[Any]:
+    """Hashes, or keys, as those of the requests' twins."""
+    return [_OF_TWINS.get(each[:32], each[:32]) + each[32:] for each in hashes]
+
+
+def _ignoring(shown_by: Situation = ORDINARY, **changes: Any) -> Mutation:
+    """The tier stores and finds blocks as if requests had these ``changes``. KV events are right:
+    the wrong bytes must show this bug."""
+    here = f"from {__name__} import note_twin, of_twins"
+    note = f"note_twin(request, self.shape.hash_size, **{changes!r})"
+    add = "self.scheduler.add_request(request)"
+    return (
+        mutation(World.add_request, add, f"{here}; {note}\n{add}", shown_by)
+        .also(Lookup.find, "", f"{here}; block_hashes = of_twins(block_hashes)")
+        .also(CpuTier.commit, "run.keys,", "of_twins(run.keys),")
+        .also(CpuTier.commit, "", here)
+        .also(World.check_events, "", "return")
     )
-    _UNSALTED.update(zip(request.block_hashes, twin.block_hashes, strict=True))
 
 
-def without_salt(hashes: Any) -> list[Any]:
-    """Hashes, or keys, without their salts."""
-    return [_UNSALTED.get(each[:32], each[:32]) + each[32:] for each in hashes]
-
-
-# The tier stores and finds blocks by their tokens. KV events are right: the wrong bytes must show
-# this bug.
-_HERE = f"from {__name__} import note_salts, without_salt"
-ignore_salt = (
-    mutation(
-        World.add_request,
-        "self.scheduler.add_request(request)",
-        f"{_HERE}; note_salts(request, self.shape.hash_size)\nself.scheduler.add_request(request)",
-    )
-    .also(Lookup.find, "", f"{_HERE}; block_hashes = without_salt(block_hashes)")
-    .also(CpuTier.commit, "run.keys,", "without_salt(run.keys),")
-    .also(CpuTier.commit, "", _HERE)
-    .also(World.check_events, "", "return")
-)
+ignore_salt = _ignoring(cache_salt=None)
+ignore_adapters = _ignoring(ADAPTERS, lora_request=None)
+ignore_pictures = _ignoring(PICTURES, mm_features=[])
+ignore_embeddings = _ignoring(EMBEDDINGS, prompt_embeds=None)
 
 # Its growth
 

@@ -1,5 +1,6 @@
 """The policy of stores, and the KV events of stored blocks."""
 
+from simple_offload.scheduler import event_payload
 from simple_offload.scheduler.gate import Gate
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.manager import OffloadScheduler
@@ -17,6 +18,7 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
+    ADAPTERS,
     ASKED_AGAIN,
     AT_ONCE_AND_QUICKLY,
     BOUNDARIES,
@@ -30,6 +32,7 @@ from tests.simulation.mutations.situations import (
     ORDINARY,
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
+    PICTURES,
     SAME_PROMPTS,
     SESSIONS,
     VICTIMS,
@@ -159,6 +162,12 @@ say_nothing_of_a_reset = mutation(
     CpuTier.reset, "self._on_lost(", "self._removed.clear(); self._on_lost("
 )
 say_nothing_of_inner_keys = mutation(KVEvents._on_cached, "", "inner_keys = ()", INNER_HITS)
+say_nothing_of_adapters = mutation(
+    event_payload._payload, "lora.name if lora is not None else None", "None", ADAPTERS
+)
+give_pictures_the_place_in_their_prompt = mutation(
+    event_payload._payload, "request, start, end, 0", "request, 0, end, 0", PICTURES
+)
 give_a_block_the_payload_of_its_parent = mutation(
     Stores.plan,
     "",

@@ -63,10 +63,13 @@ _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
 _FULL_ATTENTION = PLAIN | {"windows": (0,)}
 
+TOKENS_ALONE = {"pictures": 0.0, "whole_pictures": False, "max_loras": 0, "embeddings": 0.0}
+"""Prompts are tokens, for a model without adapters."""
+
 USUAL_ENDS = {"num_stop_tokens": 0, "unread": 0.0, "long_prefill": 0, "watermark": 0.0}
-USUAL_ENDS |= {"reserves_prompts": True}
-"""Answers end at their lengths, all requests read the cache, and vLLM's admission is the usual
-one."""
+USUAL_ENDS |= {"reserves_prompts": True, "chunked_prefill": True, "max_sessions": 1} | TOKENS_ALONE
+"""Answers end at their lengths, all requests read the cache, vLLM's admission is the usual one, and
+prompts are tokens."""
 
 _UNLIKE = USUAL_ENDS | {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
 _UNLIKE |= {"sessions": 0.0, "grammars": 0.0, "pauses": 0.0, "keeps_on_reset": True}
@@ -78,6 +81,15 @@ ORDINARY = Situation(first_seed=3)
 
 LOADING = ORDINARY.beginning_with(6)
 """The same, from a script on whose requests load."""
+
+ADAPTERS = LOADING.varied(max_loras=2)
+"""Most requests have a LoRA adapter."""
+
+PICTURES = LOADING.varied(pictures=0.9)
+"""Most prompts have pictures."""
+
+EMBEDDINGS = LOADING.varied(embeddings=0.9)
+"""Most prompts come as embeddings."""
 
 WRITE_HAZARDS = Situation(
     device_blocks=18,
