@@ -89,6 +89,12 @@ keep_the_kv_of_old_weights = mutation(
     DEVICE_RESETS,
 )
 hold_blocks_at_a_reset = always(OffloadScheduler._before_device_reset, None, DEVICE_RESETS)
+give_blocks_up_although_others_hold_them = mutation(
+    OffloadScheduler._before_device_reset,
+    "all(pool.blocks[i].ref_cnt == ours[i] for i in ours)",
+    "True",
+    DEVICE_RESETS.beginning_with(44),
+)
 
 # What a request gets
 
