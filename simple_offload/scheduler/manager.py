@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -257,9 +256,7 @@ class OffloadScheduler:
         this connector has some, give them up: those of requests that are parked and ready, and,
         unless the tier keeps its contents, those of stores. Running requests, and loads that were
         announced early, may have references to the same blocks."""
-        held: list[KVCacheBlock] = []
-        if not self.config.keep_on_device_reset:
-            held = self._stores.device_blocks
+        held = [] if self.config.keep_on_device_reset else self._stores.device_blocks
         ours = Counter(block.block_id for block in (*self._parked.device_blocks, *held))
         pool = self._device_pool
         num_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()

@@ -29,8 +29,9 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
 from tests.scheduler.driver import make_request
+from tests.scheduler.rig import Rig
 from tests.scheduler.tiers import make_tier
-from tests.scheduler.work import Rig, Work, count_work
+from tests.scheduler.work import Work, count_work
 from tests.simulation.integrity import groups_of, pool_of
 
 
