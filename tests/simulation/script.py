@@ -269,7 +269,7 @@ class Script:
             changes |= {"match_unit": None, "context_parallel": False} if is_old else {}
         if shape.replay_window:
             changes |= {"replay_window": 0} if is_old else {"v2_runner": True}
-        if shape.priority and (self.resets or self.faults.thread_death):
+        if shape.priority and self.faults.thread_death:
             # A request that is preempted in the step that has scheduled it leaves blocks that vLLM
             # finds and nothing has computed (vllm#57580): seldom, unless prompts come in parts. A
             # tier that is switched off leaves them to vLLM.
