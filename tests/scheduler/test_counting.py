@@ -101,7 +101,7 @@ def test_refused_blocks_are_counted_once_when_they_are_complete(
     drive: MakeDriver, shape: dict[str, Any]
 ) -> None:
     driver, counted = make_driver(drive, store_threshold=2, **shape)
-    driver.serve("r", THREE)
+    driver.serve("r", [*THREE, 1])  # vLLM 0.31 keeps no state at the end of a prompt
     num_refused = {"lazy": 3, "num_states": 3 + 1, "num_sub_blocks": 1}[next(iter(shape))]
     driver.empty_device_cache()
     driver.serve("s", [1])

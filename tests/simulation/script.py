@@ -264,6 +264,8 @@ class Script:
         (``_reserve_prefill_lookahead``). Between the two, no token may be left to schedule."""
         shape, is_old = self.shape, vllm_version() < (0, 31)
         changes: dict[str, Any] = {}
+        if vllm_version() < (0, 32):  # a session keeps hashes of a token that it discards
+            changes |= {"sessions": 0.0}
         if shape.num_states:
             changes |= {"chained": False}
             changes |= {"match_unit": None, "context_parallel": False} if is_old else {}

@@ -48,6 +48,11 @@ TESTS_OF_033 = (
 )
 # With what vLLM has since the pinned version.
 TESTS_OF_NEWER = ("tests/scheduler/test_unread_groups.py", "tests/scheduler/test_work.py")
+# vLLM 0.30 starts no store in a step without tokens: some come a step later, or too late.
+LATE_ON_030 = (
+    "tests/scheduler/test_prompt_records.py::test_contents_whose_copy_failed",
+    "tests/scheduler/test_small_tier.py::test_two_prompts_alternate_that_fit_only_together",
+)
 MORE_TESTS = {V030: TESTS_BUT_OF_031, V033: TESTS_BUT_OF_031 + TESTS_OF_033}
 
 # The first test of a version may have to download its wheel.
@@ -73,7 +78,9 @@ def test_scripts_on(version: Version, tmp_path: Path) -> None:
     rooms = ("tests/scheduler", "tests/second_tier", "tests/worker")
     tests = ("tests/vllm_versions/on_any.py", *rooms)
     ignored = () if version is V033 else TESTS_OF_NEWER
-    options = ("-m", "not gpu", *(f"--ignore={ROOT / each}" for each in ignored))
+    late = LATE_ON_030 if version is V030 else ()
+    options = ["-m", "not gpu", *(f"--ignore={ROOT / each}" for each in ignored)]
+    options += [f"--deselect={each}" for each in late]
     assert version.num_passed(tmp_path, *tests, *options, seconds=LONG_RUN_SECONDS) > 500
 
 
