@@ -109,26 +109,6 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
     assert (key("inside") in removed) == (inner and CHAIN[filled - 1] in evicted)
 
 
-@given(IDS, COUNT)
-def test_blocks_return_to_a_place_in_the_queue(ids: list[int], place: int) -> None:
-    """vLLM can put blocks to an end only."""
-    twins = Twins()
-    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), ids)
-    place = min(place, NUM_BLOCKS - len(ids))
-
-    def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        preceding = [None, *pool.free_block_queue.get_all_free_blocks()][place]
-        block_pool.return_blocks(pool, blocks, preceding)
-
-    def prepend(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        for block in blocks:
-            block.ref_cnt -= 1
-        first = pool.free_block_queue.popleft_n(place)
-        pool.free_block_queue.prepend_n([*first, *blocks])
-
-    twins.do(insert, prepend, ids)
-
-
 @given(COUNT, IDS, COUNT, st.booleans())
 def test_all_contents_are_evicted(filled: int, held: list[int], queued: int, inner: bool) -> None:
     """``queued`` of the free blocks are in a queue of their own."""

@@ -32,12 +32,6 @@ from tests.scheduler.tiers import (
 )
 from tests.simulation.integrity import check_tier, groups_of
 
-INCLUSIVE = pytest.mark.parametrize(
-    ("windows", "num_sub_blocks"), [((0, 0), 1), ((0, 8), 1), ((8,), 1), ((0,), 2)], ids=str
-)
-"""If the device has lost a part of what a hit needs, its other blocks are of no use to it. The tier
-keeps what requests use, here or there."""
-
 
 def hit(tier: CpuTier, *chains: str) -> None:
     """Requests hit the chains, and end at once."""
@@ -111,17 +105,6 @@ def test_duplicates_beyond_their_share_leave_first() -> None:
     assert leave(tier) == ["pqrst", *others, "pqrs", "pqr", "pq", "p", "xy", "x"]
 
 
-def test_what_the_device_got_last_is_the_first_duplicate_to_leave() -> None:
-    """The device loses it last."""
-    tier = make_tier(8)
-    store(tier, "ab", "xy", on_device=True)
-    store(tier, "pq")
-    assert device_gets(tier, "pqrs") == ["p", "pq"]
-    assert device_gets(tier, "ab") == ["a", "ab"]
-    assert device_gets(tier, "mn") == []
-    assert leave(tier) == ["ab", "a", "pq", "p", "xy", "x"]
-
-
 @pytest.mark.parametrize("is_hit", [False, True])
 def test_what_the_device_loses_becomes_the_most_recently_used(is_hit: bool) -> None:
     """Protected if requests have hit it."""
@@ -135,21 +118,6 @@ def test_what_the_device_loses_becomes_the_most_recently_used(is_hit: bool) -> N
     assert protected(tier) == {"x", "xy", *(["a", "ab"] if is_hit else [])}
     last = ["xy", "x", "ab", "a"] if is_hit else ["ab", "a", "xy", "x"]
     assert leave(tier) == ["pq", "p", *last]
-
-
-def test_what_the_device_loses_twice_is_as_recent_as_the_second_time() -> None:
-    """It has got it again meanwhile, for a request. Another block it still has."""
-    tier = make_tier(8)
-    store(tier, "ab", "xy", "pq", on_device=True)
-    for chain in ("ab", "xy"):
-        device_loses(tier, chain)
-    assert device_gets(tier, "a") == ["a"]
-    assert device_gets(tier, "x") == ["x"]
-    for chain in ("pq", "a"):
-        device_loses(tier, chain)
-    assert duplicates(tier) == {"x"}
-    settle(tier)
-    assert queues(tier) == [["", "", "ab", "xy", "pq", "p"], ["a"], ["x"]]
 
 
 def test_a_reset_of_the_device_ends_all_duplicates() -> None:
@@ -206,19 +174,6 @@ def test_new_contents_outlive_old_ones_that_were_hit() -> None:
     assert queues(tier)[:2] == [["V", "W", "X", "Y", "Z"], ["abc", "ab", "a"]]
 
 
-def test_renewed_blocks_are_the_last_of_their_segment() -> None:
-    """A request has used them."""
-    tier = make_tier(9)
-    store(tier, "ab", "xy", "pq")
-    hit(tier, "xy", "pq")
-    [pin] = blocks(tier, "a")
-    tier.pin([pin])
-    tier.renew([key(name) for chain in ("abc", "xy") for name in prefixes(chain)])
-    check_tier(tier)
-    assert queues(tier)[:2] == [["", "", "", "ab"], ["pq", "p", "xy", "x"]]
-    assert pin.ref_cnt == 1
-
-
 # What leaves last, and what leaves first
 
 
@@ -272,19 +227,6 @@ def test_a_hit_is_no_duplicate_until_it_is_loaded() -> None:
     for chain in ("abcde", "xyz"):
         device_loses(tier, chain)
     assert protected(tier) == {*prefixes("abc")}  # requests have hit no others
-
-
-@INCLUSIVE
-def test_an_inclusive_tier_has_no_duplicates(windows: tuple[int, ...], num_sub_blocks: int) -> None:
-    tier = make_tier(8, windows, num_sub_blocks)
-    assert not tier.is_exclusive
-    store(tier, "xy", "ab", "pq", on_device=True)
-    pins = blocks(tier, "xy")
-    tier.pin(pins)
-    tier.unpin_loaded(pins)
-    check_tier(tier)
-    assert duplicates(tier) == set()
-    assert leave(tier) == ["ab", "a", "pq", "p", "xy", "x"]
 
 
 # Making room
