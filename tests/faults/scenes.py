@@ -200,9 +200,9 @@ def a_pause_and_a_sleep_while_copying(stage: Stage) -> None:
     """A sleep is a pause. Transfers end meanwhile, and nothing else runs."""
     stage.store_old()
     stage.inject(
-        Fault("load", "delay", every=1, polls=5), Fault("store", "delay", every=1, polls=5)
+        Fault("load", "delay", every=1, polls=30), Fault("store", "delay", every=1, polls=5)
     )
-    stage.submit((*new_asks(7), *OLD))
+    stage.submit((*OLD[:2], *new_asks(7), *OLD[2:]))
     stage.step_until(stage.is_copying_both_ways)
     # The only level on CPUs: vLLM pauses its scheduler, and keeps requests and caches.
     stage.core.sleep(level=0, mode="keep")
@@ -223,7 +223,7 @@ def aborts_while_copying(stage: Stage) -> None:
         Fault("load", "delay", first=2, every=2, polls=30),
         Fault("store", "fail", every=1, polls=30),
     )
-    stage.submit((*new_asks(8), *OLD))
+    stage.submit((*OLD[:2], *new_asks(8), *OLD[2:]))
     stage.step_until(stage.is_copying_both_ways)
     stage.abort_all()
     assert_every_failed_copy_is_named(stage, stage.rest(), least=1)
