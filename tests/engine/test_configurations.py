@@ -173,7 +173,6 @@ def test_sampling_options(runs: Runs, drafts: bool) -> None:
         }.items()
     )
     assert_serves_alike(plain, tier)
-    assert tier.metrics["num_preemptions"] > 0
     num_tokens: dict[str, set[int]] = {}
     for way in ways:
         ids = [f"{way}-{ask.id}" for ask in once]

@@ -53,7 +53,7 @@ def run_parallel(
         of_stages = TRACE_ONLY | {"num_gpu_blocks_override": num_blocks}
     spec = runs.spec(
         architecture,
-        connector=connector,
+        connector={"keep_on_device_reset": True, **connector},
         rounds=rounds,
         num_kv_heads=num_kv_heads,
         **{"distributed_executor_backend": "mp"} | parallel | of_stages,
@@ -62,7 +62,6 @@ def run_parallel(
     results = runs.run(name, {"parallel": spec, "alone": alone}, deadline=DEADLINE_SECONDS)
     result = results["parallel"]
     assert_same_answers(results["alone"].rounds, result)
-    assert result.metrics["num_preemptions"] > 0
     assert result.metrics["external_prefix_cache_hits"] > 0
     assert all(answer.num_cached_tokens > 0 for answer in result.rounds[-1].values())
     assert_nothing_left(result)
