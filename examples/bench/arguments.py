@@ -28,7 +28,7 @@ def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
 
     def parse(given: str) -> int:
         number = int(given) if given.isdecimal() else -1
-        if number < least or number > (number if most is None else most):
+        if number < least or (most is not None and number > most):
             raise argparse.ArgumentTypeError(f"{given!r} is not a whole number {allowed}")
         return number
 

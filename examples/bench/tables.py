@@ -77,7 +77,7 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def spread(values: Iterable[float], *shares: int) -> dict[str, float]:
-    """The mean, the values below which so many percent of all lie, and the worst."""
+    """The mean, the percentiles ``shares``, and the maximum ("worst") of ``values``."""
     ordered = sorted(values)
     places = {f"p{share}": int(share / 100 * len(ordered)) for share in shares}
     below = {name: ordered[place] for name, place in places.items()}

@@ -30,8 +30,8 @@ ANSWER_TOKENS = 300
 
 
 def bytes_of_a_token(contender: Contender, planned: Planned) -> float:
-    """Of a prompt, on the whole server, as the connector's own tables count host blocks after the
-    answer. Raises RuntimeError if not all were stored."""
+    """Host bytes of one prompt token on the whole server, by the host blocks in the connector's
+    own tables after the answer. Raises RuntimeError if not all were stored."""
     num_blocks = 64 + sum(
         # Windows have their blocks of a chunk at once.
         PROMPT_TOKENS // group.block_tokens + 2 * group.num_boundary_blocks

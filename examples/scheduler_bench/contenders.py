@@ -40,8 +40,8 @@ class Side:
     """How one kind of connector is configured, and the messages of its worker side."""
 
     def size(self, num_blocks: int, planned: Planned) -> dict[str, int]:
-        """The keys of its configuration for a tier of so many host blocks of each rank, vLLM's null
-        block included, if ranks share nothing."""
+        """The keys of its configuration for ``num_blocks`` host blocks a rank, with vLLM's null
+        block, if ranks share nothing."""
         return {"cpu_bytes_to_use": planned.num_bytes(num_blocks)}
 
     def open(self, connector: Any, num_blocks: int, planned: Planned) -> None:

@@ -43,7 +43,7 @@ class Planned:
         return int(self.config.parallel_config.world_size)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Of so many blocks of each rank, on the whole server."""
+        """Host memory of the whole server for ``num_blocks`` blocks a rank."""
         return num_blocks * self.block_bytes * self.num_ranks
 
     @property

@@ -30,7 +30,7 @@ class Watch:
         self._engine = engine
         self._is_later = is_later
         self._tokens: Counter[str] = Counter()
-        """Those of Outcome."""
+        """The counts of tokens that ``Outcome`` has, by name."""
         self._accesses: list[Access] = []
         self._seen: set[bytes] = set()
         self._unstored: set[bytes] = set()

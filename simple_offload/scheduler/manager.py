@@ -39,7 +39,7 @@ class _Allocation(NamedTuple):
     num_loaded: int
     """Tokens after them that the tier loads."""
     is_new: bool
-    """Or the request got its blocks before, for a load that has ended since."""
+    """False if the request has had these blocks since its load, which has ended."""
 
 
 class OffloadScheduler:
@@ -104,8 +104,8 @@ class OffloadScheduler:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load of an accepted hit into the request's new device blocks. The policy and
-        the records hear of them with the step."""
+        """Plan the load of an accepted hit into the request's new device blocks. The step tells
+        the policy and the records, on which vLLM's next allocation does not depend."""
         request_id = request.request_id
         num_on_device = self._num_on_device.pop(request_id, 0)
         # A request comes here again when its load has ended.
@@ -145,7 +145,7 @@ class OffloadScheduler:
         )
         step = self._second_tier.on_step(num_tokens)
         self._hazards.on_step(zeroed, computes=computes)
-        if self._parked.on_step(goes_on=goes_on) and self._stores.idle:
+        if self._parked.on_step(goes_on=goes_on):
             self._gate.on_standstill()
         self._gate.on_step()
         return StepMetadata(

@@ -32,7 +32,7 @@ class Stream:
     def __init__(self, gpu: "Gpu") -> None:
         self._gpu = gpu
         self.copies: set[int] = set()
-        """Numbers of the copies in this stream, and of those that it waits for."""
+        """Numbers of the copies that come before whatever is queued next."""
 
     def wait_stream(self, other: "Stream") -> None:
         self._gpu.note(self, f"after {self._gpu.number(other)}")

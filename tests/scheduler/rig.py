@@ -1,6 +1,6 @@
 """Rig: the work in the connector's hooks, on an engine of scheduler_bench.
 
-That needs the pinned vLLM or a newer one.
+The engine needs the pinned vLLM or a newer one.
 """
 
 from collections.abc import Callable, Iterable, Sequence

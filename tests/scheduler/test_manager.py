@@ -187,7 +187,7 @@ def test_reports_of_unknown_transfers_are_logged_and_ignored(
 
 def test_a_request_may_get_blocks_and_end_between_two_steps(drive: MakeDriver) -> None:
     """The load balancer of vllm-ascend (DyntraLB) gives blocks before vLLM schedules. Then aborts
-    may come."""
+    may come. At rest, the world checks that no map has the request."""
     driver = drive()
     kv_cache_manager = driver.world.scheduler.kv_cache_manager
     request = make_request("early", prompt(9))

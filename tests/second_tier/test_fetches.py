@@ -553,7 +553,7 @@ def test_a_request_waits_for_a_slow_tier_if_it_is_told_to(
 
 
 def lines_of_steps(serve: MakeServer, num_requests: int, *, abort: bool) -> float:
-    """Lines of Python for a step with so many requests that wait; or for their end."""
+    """Lines of Python for a step with ``num_requests`` waiting requests; or for their end."""
     disk = ScriptedDisk()
     server = serve(disk=disk, always=True, num_blocks=4 * num_requests + 8)
     requests = [server.request(3 * chr(256 + number)) for number in range(num_requests)]

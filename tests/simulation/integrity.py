@@ -346,7 +346,7 @@ def check_second_tier_is_on(scheduler: OffloadScheduler) -> None:
 
 
 def set_compute_speed(scheduler: OffloadScheduler, speed: float) -> None:
-    """Let the second tier believe that compute has so many tokens per second."""
+    """Tell the second tier the speed of compute, in tokens per second."""
     if (second_tier := second_tier_of(scheduler)) is not None:
         second_tier.speeds.compute = speed
 

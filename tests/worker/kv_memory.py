@@ -88,8 +88,8 @@ def make_kv_memory(
 def place(
     config: KVCacheConfig, layout: KVCacheLayout, in_front: int = 0, behind: int = 0
 ) -> KVMemory:
-    """The memory that ``config`` describes, with one view per layer, and so many bytes of other
-    storage around it. Layers without a view have the raw buffer."""
+    """The memory that ``config`` describes, with one view per layer. ``in_front`` and ``behind``
+    are bytes of other storage around it. Layers without a view have the raw buffer."""
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     storage = torch.zeros(in_front + size + behind, dtype=torch.int8)
     buffer = storage[in_front:]

@@ -262,8 +262,8 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
 def ids_with_keys_of(
     blocks: Sequence[KVCacheBlock], pool: BlockPool, block_ids: Set[int]
 ) -> set[int]:
-    """Ids of those of ``blocks``, of another pool, whose key one of ``pool``'s ``block_ids``
-    holds."""
+    """Ids of the ``blocks``, of another pool, whose key a block of ``pool`` with one of
+    ``block_ids`` has too."""
     holders: Iterable[Any] = map(cached(pool).get, cast("Iterator[bytes]", keys_of(blocks)))
     return {
         block.block_id
